@@ -1,0 +1,358 @@
+"""PrefixCache: match -> restore -> commit -> release. The only object that an engine talks to."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mamba_checkpoint_cache.errors import HandleError, InvariantError
+from mamba_checkpoint_cache.lifecycle import CheckpointLifecycle
+from mamba_checkpoint_cache.policy import CheckpointPolicy
+from mamba_checkpoint_cache.pools import ActivePool, CheckpointPool
+from mamba_checkpoint_cache.results import Duplicate, FlushResult, Match, Skipped, Stored
+from mamba_checkpoint_cache.slots import ActiveSlot
+from mamba_checkpoint_cache.telemetry.catalogue import MissReason, SkipReason
+from mamba_checkpoint_cache.telemetry.recorder import NULL, NullTelemetry, PoolsSnapshot, Telemetry
+from mamba_checkpoint_cache.tree.components import KvAllocator
+from mamba_checkpoint_cache.tree.node import Checkpoint, Node
+from mamba_checkpoint_cache.tree.prefix_tree import Insertion, PrefixTree
+from mamba_checkpoint_cache.tree.radix_tree import Walk, pack_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a commit offers: the state in ``source`` after ``depth`` of ``tokens``, and the KV of these."""
+
+    tokens: Sequence[int]
+    depth: int
+    source: ActiveSlot
+    kv: array[int]
+    lease: Match | None
+    ready: torch.cuda.Event | None
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether what this request builds on was found not to be finite."""
+        return self.lease is not None and self.lease.node.quarantined
+
+
+class PrefixCache:
+    """Checkpoints of recurrent states by token prefix, and the KV slots of the same tokens.
+
+    One thread calls it. Every decision is a function of the calls before, so ranks that see the same calls decide alike;
+    ``agree`` turns this rank's finding that a state is finite into all ranks' (for example an all-reduce of the minimum).
+
+    Raises:
+        ValueError: if the two pools do not hold the same kind of state on the same device.
+    """
+
+    def __init__(
+        self,
+        *,
+        active: ActivePool,
+        checkpoints: CheckpointPool,
+        kv: KvAllocator | None = None,
+        telemetry: Telemetry | None = None,
+        policy: CheckpointPolicy | None = None,
+        page_size: int = 1,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
+        if active.spec != checkpoints.spec:
+            raise ValueError(f"the pools hold different states: active {active.spec}, checkpoints {checkpoints.spec}")
+        if active.state.device != checkpoints.device:
+            raise ValueError(f"the pools lie on two devices: active {active.state.device}, checkpoints {checkpoints.device}")
+        self.active = active
+        self.checkpoints = checkpoints
+        self.policy = policy or CheckpointPolicy()
+        self.telemetry: Telemetry | NullTelemetry = telemetry or NULL
+        self._tree = PrefixTree(checkpoints.slots, kv, page_size)
+        self._lifecycle = CheckpointLifecycle(checkpoints, self._tree, self.telemetry, agree)
+        self._leases: set[Match] = set()
+        active.telemetry = self.telemetry
+        self.telemetry.observe_pools(self._snapshot)
+
+    def match_prefix(self, tokens: Sequence[int]) -> Match:
+        """Lease the longest prefix of ``tokens`` that can be continued from; never the last token, which is always run.
+
+        The lease keeps that prefix's KV until :meth:`release`, and its checkpoint until :meth:`restore`.
+
+        Raises:
+            ValueError: if a token is no integer or does not fit 32 bits.
+        """
+        key = pack_tokens(tokens)
+        with self.telemetry.operation("match") as operation:
+            walk = self._walk(key, beyond=0)
+            limit = self._tree.radix.floor(max(0, len(tokens) - 1))
+            node = self._deepest_checkpoint(walk.node, limit)
+            match = self._lease(node, walk, key, limit)
+            lost = max(0, min(match.matched, limit) - match.depth)
+            operation.set(depth=match.depth, outcome="hit" if match.depth else "miss", reason=match.miss)
+        self.telemetry.lookup(prompt=len(tokens), reused=match.depth, lost=lost, miss=match.miss)
+        return match
+
+    def release(self, match: Match) -> None:
+        """End a lease: the request has finished, was aborted, or will match again.
+
+        Raises:
+            HandleError: if the lease has ended already, or is another cache's.
+        """
+        self._require_live(match)
+        self._drop_checkpoint_lock(match)
+        self._tree.end_lease(match.node)
+        self._leases.discard(match)
+
+    def _lease(self, node: Node, walk: Walk, key: bytes, limit: int) -> Match:
+        miss = self._miss_reason(node, walk, key, limit)
+        branch = self.policy.branch_depth(depth=node.depth, matched=min(walk.matched, limit))
+        checkpoint = node.checkpoint
+        match = Match(
+            depth=node.depth,
+            kv=self._tree.path_kv(node),
+            matched=walk.matched,
+            miss=miss,
+            branch_depth=branch,
+            hops=checkpoint.hops if checkpoint else 0,
+            node=node,
+            restorable=checkpoint is not None,
+        )
+        self._tree.lease(node)
+        if checkpoint is not None:
+            self._tree.lock_checkpoint(node)
+            self._tree.touch(node)
+        self._leases.add(match)
+        return match
+
+    @staticmethod
+    def _deepest_checkpoint(node: Node, limit: int) -> Node:
+        while node.parent is not None and (node.checkpoint is None or node.depth > limit):
+            node = node.parent
+        return node
+
+    def _miss_reason(self, hit: Node, walk: Walk, key: bytes, limit: int) -> MissReason | None:
+        """Why nothing beyond ``hit`` was usable; None if nothing beyond it was ever there."""
+        if limit == 0:
+            return "too_short"
+        if hit.depth == limit:
+            return None
+        whole_prompt = evicted = False
+        node = walk.node
+        while node is not hit and node.parent is not None:
+            whole_prompt = whole_prompt or node.checkpoint is not None
+            evicted = evicted or (node.checkpoint_evicted and node.depth <= limit)
+            node = node.parent
+        if evicted or self._tree.radix.remembers(walk, key):
+            return "evicted"
+        if walk.matched > hit.depth:
+            return "whole_prompt" if whole_prompt else "never_checkpointed"
+        if hit.depth:
+            return None
+        return "no_shared_prefix" if self._tree.radix.root.children else "empty"
+
+    def restore(self, match: Match, slot: ActiveSlot) -> None:
+        """Write the matched state to an active slot, or the state of an empty sequence when ``match.depth`` is 0.
+
+        In stream order, without a host sync. Side state comes along; the slot's ring is empty afterwards. Once the copy is
+        on the stream the checkpoint may be evicted again: a second restore takes a second match.
+
+        Raises:
+            HandleError: if the lease has ended or was restored already, or the slot is stale or another pool's.
+        """
+        self._require_live(match)
+        if match.depth and not match.restorable:
+            raise HandleError("this lease was restored already, or a commit has moved it: match the prompt again")
+        with self.telemetry.operation("restore") as operation:
+            self.active.begin_write(slot)
+            checkpoint = match.node.checkpoint if match.restorable else None
+            if checkpoint is None:
+                self.active.zero(slot)
+            else:
+                self._require_fingerprint(checkpoint)
+                self.checkpoints.restore(checkpoint.slot, self.active, slot)
+                checkpoint.reused = True
+            self.active.end_write(slot, depth=match.depth, hops=match.hops)
+            operation.set(depth=match.depth, hops=match.hops, outcome="restored" if checkpoint else "zeroed")
+        self._drop_checkpoint_lock(match)
+        self._record_restore(checkpoint)
+
+    def _record_restore(self, checkpoint: Checkpoint | None) -> None:
+        native = self.active.spec.native_bytes
+        if checkpoint is None:
+            self.telemetry.restored("zeroed", 0, bytes_in=0, bytes_out=native)
+        else:
+            self.telemetry.restored("restored", checkpoint.hops, bytes_in=self.checkpoints.bytes_per_slot, bytes_out=native)
+
+    def commit(
+        self,
+        tokens: Sequence[int],
+        *,
+        depth: int,
+        source: ActiveSlot,
+        kv: Sequence[int] | None = None,
+        lease: Match | None = None,
+        donate: bool = False,
+        ready: torch.cuda.Event | None = None,
+    ) -> Stored | Duplicate | Skipped:
+        """Store the state in ``source`` as the checkpoint of ``tokens[:depth]``, less what its ring still holds back.
+
+        ``depth`` must be what the active pool knows of the slot (:meth:`ActivePool.advance`). ``kv`` has the KV slot ids of
+        ``tokens[:depth]``; the result says which the tree owns now. With ``lease`` the lease moves to what was committed.
+        With ``donate`` the slot is freed, whatever the outcome. The copy waits for ``ready``, recorded after the forward
+        that wrote the state, if that ran on another stream.
+
+        Raises:
+            HandleError: if the slot or the lease has ended, or the slot was never restored.
+            ValueError: if ``tokens`` or ``kv`` is shorter than ``depth``, or ``kv`` is missing or not wanted.
+        """
+        self._require_commit(tokens, depth, kv, lease)
+        true_depth = depth - self.active.ring(source)
+        ids = array("i") if kv is None else array("i", kv[:true_depth])
+        offer = _Offer(tokens, true_depth, source, ids, lease, ready)
+        with self.telemetry.operation("commit") as operation:
+            known = depth == self.active.depth(source)
+            result = self._commit(offer) if known else self._skip("depth_mismatch", offer)
+            reason = result.reason if isinstance(result, Skipped) else None
+            operation.set(depth=result.depth, outcome=result.outcome, reason=reason)
+            if donate:
+                self.active.free(source, "donated")
+        self.telemetry.committed(result.outcome, reason)
+        return result
+
+    def _commit(self, offer: _Offer) -> Stored | Duplicate | Skipped:
+        aligned = self._tree.radix.floor(offer.depth)
+        if offer.depth < self.policy.min_tokens or aligned == 0:
+            return self._skip("too_short", offer)
+        key = pack_tokens(offer.tokens, aligned)
+        walk = self._walk(key, beyond=offer.lease.node.depth if offer.lease else 0)
+        if offer.poisoned:
+            return self._skip("non_finite", offer)
+        if aligned != offer.depth:
+            return self._skip("unaligned", offer, key)
+        if walk.node.depth == offer.depth and walk.node.checkpoint is not None:
+            return Duplicate(offer.depth, self._tree.path_kv(self._insert(key, offer).node))
+        return self._store(key, offer)
+
+    def _store(self, key: bytes, offer: _Offer) -> Stored | Skipped:
+        """Reserve, write, verify, publish: the tree learns of the prefix only once its state is known to be good, or pending."""
+        slot = self._lifecycle.reserve()
+        if isinstance(slot, str):
+            return self._skip(slot, offer, key)
+        if offer.poisoned:  # found out while the reservation read what was pending
+            self._lifecycle.free(slot, "aborted")
+            return self._skip("non_finite", offer)
+        report = self._lifecycle.write(self.active, offer.source, slot, offer.ready)
+        if not report.deferred and not self._lifecycle.accept(report):
+            self._lifecycle.free(slot, "non_finite")
+            return self._skip("non_finite", offer)
+        node, fresh_from = self._insert(key, offer)
+        hops = self.active.hops(offer.source) + self.checkpoints.codec.lossy
+        self._lifecycle.hang(node, slot, hops, report, fresh_from)
+        self._thin_out(node)
+        return Stored(offer.depth, self._tree.path_kv(node))
+
+    def _skip(self, reason: SkipReason, offer: _Offer, key: bytes = b"") -> Skipped:
+        """Store no state; the KV of ``key`` is kept all the same, where the model has any."""
+        if key and offer.kv:
+            return Skipped(offer.depth, self._tree.path_kv(self._insert(key, offer).node), reason)
+        return Skipped(offer.depth, self._tree.path_kv(offer.lease.node) if offer.lease else array("i"), reason)
+
+    def _insert(self, key: bytes, offer: _Offer) -> Insertion:
+        insertion, lease = self._tree.insert(key, offer.kv), offer.lease
+        if lease is not None:
+            self._drop_checkpoint_lock(lease)
+            self._tree.lease(insertion.node)
+            self._tree.end_lease(lease.node)
+            lease.node = insertion.node
+        return insertion
+
+    def _thin_out(self, tail: Node) -> None:
+        path = []
+        node: Node | None = tail
+        while node is not None:
+            if node.checkpoint is not None:
+                path.append(node)
+            node = node.parent
+        if len(path) > self.policy.path_cap(self.checkpoints.slots.capacity):
+            surplus = self.policy.thin_out(path[::-1])
+            if surplus is not None:
+                self._lifecycle.evict(surplus, "path_cap")
+
+    def evict_kv(self, num_tokens: int) -> int:
+        """The engine's KV allocator ran dry: free least recently used leaves until ``num_tokens`` tokens of KV came free.
+
+        A leaf's checkpoint goes with it. Returns the tokens freed: fewer when all that is left is in use, and more by
+        what was left of the last leaf.
+        """
+        freed = 0
+        while freed < num_tokens:
+            tokens = self._lifecycle.evict_leaf()
+            if tokens is None:
+                if not self._lifecycle.settle_all():
+                    break
+                continue
+            freed += tokens
+        return freed
+
+    def flush(self) -> FlushResult:
+        """Free every checkpoint and all KV that no lease uses."""
+        return FlushResult(*self._lifecycle.clear())
+
+    def check(self) -> None:
+        """Raise :class:`InvariantError` unless slots, tree, queues and leases agree. For tests: it looks at everything."""
+        self.active.slots.check()
+        self._tree.check()
+        self._lifecycle.check()
+        leases = Counter(match.node for match in self._leases)
+        locks = Counter(match.node for match in self._leases if match.restorable)
+        for node in (*self._tree.radix.nodes(), *self._tree.quarantined):
+            held = node.checkpoint.locks if node.checkpoint else 0
+            if node.locks != leases[node] or held != locks[node]:
+                raise InvariantError(
+                    f"node at depth {node.depth}: {node.locks} locks for {leases[node]} leases, "
+                    f"{held} checkpoint locks for {locks[node]} restores to come"
+                )
+
+    def close(self) -> None:
+        """Stop reporting. The pools' memory goes when the cache does."""
+        self.telemetry.close()
+
+    def _walk(self, key: bytes, beyond: int) -> Walk:
+        """Follow ``key`` through the tree, once what is pending on the way is known to be good."""
+        walk = self._tree.radix.walk(key)
+        if self._lifecycle.settle_path(walk.partial or walk.node, beyond):
+            walk = self._tree.radix.walk(key)
+        return walk
+
+    def _drop_checkpoint_lock(self, match: Match) -> None:
+        if match.restorable:
+            match.restorable = False
+            self._tree.unlock_checkpoint(match.node)
+
+    def _snapshot(self) -> PoolsSnapshot:
+        info = {
+            "codec": self.checkpoints.codec.name,
+            "state_dtype": str(self.active.spec.dtype).removeprefix("torch."),
+            "fingerprint": self.checkpoints.fingerprint,
+        }
+        return PoolsSnapshot((self.active.snapshot(), self.checkpoints.snapshot()), info)
+
+    def _require_live(self, match: Match) -> None:
+        if match not in self._leases:
+            raise HandleError("expected a live lease of this cache, got one released or another cache's: match the prompt again")
+
+    def _require_fingerprint(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.fingerprint != self.checkpoints.fingerprint:
+            raise InvariantError(f"a checkpoint of {checkpoint.fingerprint} in a pool of {self.checkpoints.fingerprint}")
+
+    def _require_commit(self, tokens: Sequence[int], depth: int, kv: Sequence[int] | None, lease: Match | None) -> None:
+        if lease is not None:
+            self._require_live(lease)
+        if not 0 <= depth <= len(tokens):
+            raise ValueError(f"expected 0 <= depth <= {len(tokens)} (the tokens given), got depth={depth}")
+        if (kv is not None) != self._tree.kv.present:
+            raise ValueError(f"this cache has {'a KV side: pass kv' if self._tree.kv.present else 'no KV side: pass no kv'}")
+        if kv is not None and len(kv) < depth:
+            raise ValueError(f"expected at least {depth} KV slot ids (one per token up to depth), got {len(kv)}")

@@ -1,0 +1,190 @@
+"""The life of a checkpoint: reserve, write, verify, publish, evict, free."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+
+from mamba_checkpoint_cache.errors import InvariantError
+from mamba_checkpoint_cache.pools import ActivePool, CheckpointPool, Report
+from mamba_checkpoint_cache.slots import ActiveSlot, CheckpointSlot
+from mamba_checkpoint_cache.telemetry.catalogue import AllocationOutcome, EvictionReason, FreeReason
+from mamba_checkpoint_cache.telemetry.recorder import NullTelemetry, Telemetry
+from mamba_checkpoint_cache.tree.node import Checkpoint, Node
+from mamba_checkpoint_cache.tree.prefix_tree import PrefixTree
+
+MAX_PENDING = 32
+"""Reports left unread at most. By the time that so many commits have followed, the oldest has long arrived."""
+
+Shortage = Literal["exhausted", "all_locked"]
+
+
+class CheckpointLifecycle:
+    """Moves checkpoint slots from free to published and back, and tells telemetry of each step.
+
+    A report that is still on its way from a device leaves its checkpoint pending: it is read when a decision depends on it, at
+    points that the sequence of calls alone determines, so that timing never changes a decision and ``agree`` may be collective.
+    """
+
+    def __init__(
+        self, pool: CheckpointPool, tree: PrefixTree, telemetry: Telemetry | NullTelemetry, agree: Callable[[bool], bool] | None
+    ) -> None:
+        self._pool = pool
+        self._tree = tree
+        self._telemetry = telemetry
+        self._agree = agree or bool
+        self._pending: deque[Node] = deque()
+
+    def reserve(self) -> CheckpointSlot | Shortage:
+        """A free slot, if need be after evicting the least recently used checkpoint; else the kind of shortage."""
+        with self._telemetry.operation("alloc") as operation:
+            outcome: AllocationOutcome = "ok"
+            slot = self._pool.slots.reserve()
+            if slot is None:
+                self.settle_all()
+                slot = self._pool.slots.reserve()
+            while slot is None and (victim := self._tree.checkpoints.evictable.pop()) is not None:
+                self.evict(victim, "forced")
+                slot, outcome = self._pool.slots.reserve(), "after_eviction"
+            if slot is None:
+                outcome = self._shortage()
+            operation.set(pool="checkpoint", outcome=outcome)
+        self._telemetry.allocation("checkpoint", outcome)
+        return self._shortage() if slot is None else slot
+
+    def write(self, source: ActivePool, source_slot: ActiveSlot, slot: CheckpointSlot, ready: torch.cuda.Event | None) -> Report:
+        """Compress into a reserved slot, after ``ready``. If that raises, the slot is free again."""
+        with self._telemetry.operation("compress") as operation:
+            operation.set(pool="checkpoint", bytes=self._pool.bytes_per_slot)
+            try:
+                if ready is not None:
+                    torch.cuda.current_stream(source.state.device).wait_event(ready)
+                return self._pool.compress(source, source_slot, slot)
+            except BaseException:
+                self.free(slot, "aborted")
+                self._telemetry.compression("rejected", bytes_in=0, bytes_out=0)
+                raise
+
+    def accept(self, report: Report) -> bool:
+        """Read a report: whether all ranks found the state finite."""
+        verdict = report.verdict()
+        finite = self._agree(verdict.finite)
+        native, stored = self._pool.spec.native_bytes, self._pool.bytes_per_slot
+        self._telemetry.compression("stored" if finite else "non_finite", bytes_in=native, bytes_out=stored)
+        if finite:
+            self._telemetry.report(verdict.relative_error, verdict.worst_head)
+        return finite
+
+    def hang(self, node: Node, slot: CheckpointSlot, hops: int, report: Report, fresh_from: int) -> None:
+        """Hang a written slot on its node: published if its report was accepted, pending if that is still to come."""
+        birth, fingerprint = self._telemetry.born(), self._pool.fingerprint
+        self._tree.checkpoints.attach(node, Checkpoint(slot, node.depth, hops, fingerprint, report, birth, fresh_from))
+        if not report.deferred:
+            self._tree.publish(node)
+            return
+        self._tree.kv.watch(node)
+        self._pending.append(node)
+        if len(self._pending) > MAX_PENDING:
+            self.settle([self._pending[0]])
+
+    def settle_path(self, node: Node, beyond: int) -> bool:
+        """Read the pending reports on the path to ``node`` deeper than ``beyond``.
+
+        Returns whether there were any, so that the tree may have changed.
+        """
+        if not self._pending:
+            return False
+        on_path = set()
+        step: Node | None = node
+        while step is not None and step.depth > beyond:
+            on_path.add(step)
+            step = step.parent
+        found = [pending for pending in self._pending if pending in on_path]
+        self.settle(found)
+        return bool(found)
+
+    def settle(self, nodes: Iterable[Node]) -> None:
+        """Read the pending reports of ``nodes``, in the order of their commits: publish what is finite, discard what is not."""
+        for node in nodes:
+            checkpoint = node.checkpoint
+            if checkpoint is None or checkpoint.report is None:
+                continue  # went with a poisoned one settled just before
+            finite = self.accept(checkpoint.report)
+            self._pending.remove(node)
+            if finite:
+                self._tree.publish(node)
+            else:
+                self._discard(node, checkpoint.fresh_from)
+
+    def settle_all(self) -> bool:
+        """Read every pending report. Whether any there were."""
+        pending = list(self._pending)
+        self.settle(pending)
+        return bool(pending)
+
+    def evict(self, node: Node, reason: EvictionReason) -> int:
+        """Give up the checkpoint on ``node``. Returns the KV tokens that went with it."""
+        with self._telemetry.operation("evict") as operation:
+            checkpoint, tokens = self._tree.evict_checkpoint(node)
+            self._record_eviction(checkpoint, reason)
+            operation.set(pool="checkpoint", reason=reason, forced=reason == "forced", depth=checkpoint.depth)
+        return tokens
+
+    def evict_leaf(self) -> int | None:
+        """Give up the KV of the least recently used leaf, with its checkpoint.
+
+        Returns the tokens freed; None if every leaf is in use.
+        """
+        with self._telemetry.operation("evict") as operation:
+            evicted = self._tree.evict_leaf()
+            if evicted is None:
+                return None
+            checkpoint, tokens = evicted
+            if checkpoint is not None:
+                self._record_eviction(checkpoint, "kv_pressure")
+            operation.set(pool="checkpoint", reason="kv_pressure", forced=False, tokens=tokens)
+        return tokens
+
+    def clear(self) -> tuple[int, int]:
+        """Give up everything not in use. Returns the number of checkpoints and of KV tokens freed."""
+        self.settle_all()
+        checkpoints, tokens = self._tree.clear()
+        for checkpoint in checkpoints:
+            with self._telemetry.operation("evict") as operation:
+                self._record_eviction(checkpoint, "flush")
+                operation.set(pool="checkpoint", reason="flush", forced=False, depth=checkpoint.depth)
+        return len(checkpoints), tokens
+
+    def free(self, slot: CheckpointSlot, reason: FreeReason) -> None:
+        """Give back a slot that never came to hang in the tree."""
+        with self._telemetry.operation("free") as operation:
+            self._pool.slots.free(slot)
+            operation.set(pool="checkpoint", reason=reason)
+        self._telemetry.freed("checkpoint", reason)
+
+    def check(self) -> None:
+        """Raise :class:`InvariantError` unless the pending queue is exactly the pending checkpoints of the tree."""
+        nodes = [*self._tree.radix.nodes(), *self._tree.quarantined]
+        pending = {node for node in nodes if node.checkpoint is not None and node.checkpoint.report is not None}
+        if pending != set(self._pending) or len(pending) != len(self._pending):
+            raise InvariantError(f"{len(pending)} pending checkpoints in the tree, {len(self._pending)} in the queue")
+
+    def _discard(self, node: Node, fresh_from: int) -> None:
+        for checkpoint in self._tree.discard(node, fresh_from):
+            self._telemetry.freed("checkpoint", "non_finite")
+            checkpoint.report = None
+        self._pending = deque(left for left in self._pending if left.checkpoint is not None)
+
+    def _record_eviction(self, checkpoint: Checkpoint, reason: EvictionReason) -> None:
+        freed: FreeReason = "flushed" if reason == "flush" else "evicted"
+        self._telemetry.evicted(reason, checkpoint.reused, checkpoint.birth)
+        with self._telemetry.operation("free") as operation:
+            operation.set(pool="checkpoint", reason=freed, depth=checkpoint.depth)
+        self._telemetry.freed("checkpoint", freed)
+
+    def _shortage(self) -> Shortage:
+        counts = self._pool.slots.counts
+        return "all_locked" if counts.locked == self._pool.slots.capacity else "exhausted"

@@ -1,0 +1,58 @@
+"""Where a checkpoint is worth its slot, and which one a long path gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mamba_checkpoint_cache.tree.node import Checkpoint, Node
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """What is worth a slot of the checkpoint pool. Pure functions of the tree, so that all ranks decide alike.
+
+    ``min_tokens``: the fewest tokens that a checkpoint must save, counted from the start of the prompt; also the fewest that a
+    branch-point checkpoint must save beyond the nearest one above it.
+    ``max_per_path``: the most checkpoints on one path from the root; ``None`` means half the pool's slots, at least 2.
+
+    Raises:
+        ValueError: if ``min_tokens`` is under 1 or ``max_per_path`` under 2.
+    """
+
+    min_tokens: int = 1
+    max_per_path: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 1:
+            raise ValueError(f"min_tokens must be at least 1, got {self.min_tokens}")
+        if self.max_per_path is not None and self.max_per_path < 2:
+            raise ValueError(f"max_per_path must be at least 2 (the tail and one above it), got {self.max_per_path}")
+
+    def path_cap(self, slots: int) -> int:
+        """The most checkpoints on one path, in a pool of ``slots`` slots."""
+        return self.max_per_path if self.max_per_path is not None else max(2, slots // 2)
+
+    def branch_depth(self, *, depth: int, matched: int) -> int | None:
+        """The depth worth a checkpoint on the way, when tokens up to ``matched`` are known but only ``depth`` can be restored.
+
+        Somebody else went the same way to ``matched``: whoever comes third will find the checkpoint.
+        """
+        return matched if matched - depth >= self.min_tokens else None
+
+    def thin_out(self, path: Sequence[Node]) -> Node | None:
+        """Which checkpoint a full path gives up: the one whose neighbours above and below are closest together.
+
+        ``path`` holds the path's nodes with checkpoints, shallowest first. Never the tail, a fork or a locked one; None if
+        that leaves nothing.
+        """
+        candidates = [
+            (below.depth - (above.depth if above else 0), node.depth, node)
+            for above, node, below in zip((None, *path[:-2]), path[:-1], path[1:], strict=True)
+            if len(node.children) == 1 and _unlocked(node.checkpoint)
+        ]
+        return min(candidates)[2] if candidates else None
+
+
+def _unlocked(checkpoint: Checkpoint | None) -> bool:
+    return checkpoint is not None and checkpoint.report is None and checkpoint.locks == 0

@@ -1,0 +1,1 @@
+"""The radix tree, and which prefix owns which slots."""
