@@ -1,0 +1,223 @@
+"""Every metric, span and log event this package emits, and every value a label may take: the single source of those names.
+
+They are public: dashboards, alerts and users rely on them. Nothing else in the package spells one out of its own accord.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, get_args
+
+SCOPE = "mamba_checkpoint_cache"
+PREFIX = "mamba_checkpoint"
+CACHE_LABEL = "cache"
+"""Every series carries the name of the cache under this label, before its own labels."""
+
+try:
+    VERSION = version("mamba-checkpoint-cache")
+except PackageNotFoundError:  # imported from a source tree that was never installed
+    VERSION = "unknown"
+
+Pool = Literal["active", "checkpoint"]
+SlotState = Literal["free", "reserved", "evictable", "locked"]
+ByteKind = Literal["reserved", "occupied", "native_equivalent"]
+OperationName = Literal["match", "alloc", "compress", "restore", "evict", "free", "commit"]
+AllocationOutcome = Literal["ok", "after_eviction", "exhausted", "all_locked"]
+FreeReason = Literal["released", "donated", "evicted", "duplicate", "non_finite", "aborted", "flushed"]
+CompressionOutcome = Literal["stored", "non_finite", "rejected"]
+RestoreOutcome = Literal["restored", "zeroed"]
+EvictionReason = Literal["forced", "kv_pressure", "path_cap", "flush"]
+CommitOutcome = Literal["stored", "duplicate", "skipped"]
+SkipReason = Literal["exhausted", "all_locked", "non_finite", "depth_mismatch", "too_short", "unaligned"]
+MissReason = Literal["empty", "too_short", "no_shared_prefix", "never_checkpointed", "evicted", "whole_prompt"]
+
+POOLS: tuple[Pool, ...] = get_args(Pool)
+SLOT_STATES: tuple[SlotState, ...] = get_args(SlotState)
+BYTE_KINDS: tuple[ByteKind, ...] = get_args(ByteKind)
+OPERATIONS: tuple[OperationName, ...] = get_args(OperationName)
+SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
+MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
+NO_SLOT: tuple[SkipReason, ...] = ("exhausted", "all_locked")
+"""The skip reasons that mean: the checkpoint pool had no slot to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """One label of a metric: its enumerated values, or none where the configuration of the cache fixes the one value."""
+
+    name: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric family. ``unit`` is the base unit that ends the name, if one does; ``why`` says why the buckets are these."""
+
+    name: str
+    type: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[Label, ...] = ()
+    unit: str = ""
+    buckets: tuple[float, ...] = ()
+    why: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """The name as it is scraped and queried, but for the suffixes of a histogram."""
+        return f"{PREFIX}_{self.name}"
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """``cache``, then the metric's own labels in order."""
+        return (CACHE_LABEL, *(label.name for label in self.labels))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One kind of span. ``boundary`` spans are calls of the public API; the others happen inside one of those."""
+
+    operation: OperationName
+    boundary: bool
+    help: str
+    attributes: tuple[str, ...]
+
+    @property
+    def full_name(self) -> str:
+        """The name as it is exported."""
+        return f"{PREFIX}.{self.operation}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """One kind of log line; ``fields`` come on top of cache, trace_id and, where lines were held back, suppressed."""
+
+    name: str
+    level: Literal["debug", "warning", "error"]
+    help: str
+    fields: tuple[str, ...]
+
+
+_POOL = Label("pool", POOLS)
+
+METRICS = (
+    Metric(
+        "info",
+        "gauge",
+        "Always 1; the labels say what is running.",
+        (Label("codec"), Label("state_dtype"), Label("version"), Label("fingerprint")),
+    ),
+    Metric("slots", "gauge", "Slots by state; the four states add up to the capacity.", (_POOL, Label("state", SLOT_STATES))),
+    Metric("slot_capacity", "gauge", "Slots in the pool, the padding row not counted.", (_POOL,)),
+    Metric(
+        "bytes",
+        "gauge",
+        "Memory of the pool's tensors, of the slots in use, and what those slots would take uncompressed. "
+        "Saved is native_equivalent minus occupied.",
+        (_POOL, Label("kind", BYTE_KINDS)),
+        unit="bytes",
+    ),
+    Metric(
+        "slot_allocations_total",
+        "counter",
+        "Attempts to take a slot, each counted once.",
+        (_POOL, Label("outcome", get_args(AllocationOutcome))),
+    ),
+    Metric("slot_frees_total", "counter", "Slots given back.", (_POOL, Label("reason", get_args(FreeReason)))),
+    Metric("compressions_total", "counter", "States given to the codec.", (Label("outcome", get_args(CompressionOutcome)),)),
+    Metric(
+        "restores_total",
+        "counter",
+        "States written into an active slot: from a checkpoint, or zeroed for want of one.",
+        (Label("outcome", get_args(RestoreOutcome)),),
+    ),
+    Metric(
+        "codec_bytes_total",
+        "counter",
+        "Bytes that the codec read (in) and wrote (out), compressing and restoring.",
+        (Label("direction", ("in", "out")),),
+        unit="bytes",
+    ),
+    Metric(
+        "evictions_total",
+        "counter",
+        "Checkpoints dropped, and whether they were ever used. forced: an allocation found no free slot.",
+        (Label("pool", ("checkpoint",)), Label("reason", get_args(EvictionReason)), Label("reused", ("yes", "no"))),
+    ),
+    Metric("commits_total", "counter", "Commits by what became of them.", (Label("outcome", get_args(CommitOutcome)),)),
+    Metric("skips_total", "counter", "Commits that stored nothing, and why.", (Label("reason", SKIP_REASONS),)),
+    Metric("lookups_total", "counter", "Prefix matches that reused anything, or nothing.", (Label("outcome", ("hit", "miss")),)),
+    Metric("misses_total", "counter", "Why nothing, or nothing deeper, was usable.", (Label("reason", MISS_REASONS),)),
+    Metric(
+        "tokens_total",
+        "counter",
+        "Prompt tokens looked up; those reused; those lost, where KV matched but no checkpoint allowed to continue.",
+        (Label("kind", ("prompt", "reused", "lost")),),
+        unit="tokens",
+    ),
+    Metric(
+        "operation_seconds",
+        "histogram",
+        "Time that the calling thread spent in each operation.",
+        (Label("operation", OPERATIONS),),
+        unit="seconds",
+        buckets=(
+            *(1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3),
+            *(2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
+        ),
+        why="A free takes about 1 us, a match 5 to 50 us, a state codec 1 to 100 ms; an eager codec on a CPU up to seconds.",
+    ),
+    Metric(
+        "relative_error",
+        "histogram",
+        "Frobenius error of each compression relative to the state: of the whole state, and of its worst head.",
+        (Label("scope", ("state", "worst_head")),),
+        buckets=(0, 5e-4, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3, 8e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.3, 1),
+        why="Exactly 0 without a codec, 0.0017 for bfloat16, 0.004 to 0.01 for int8 (finest there), 1 when nothing is left.",
+    ),
+    Metric(
+        "hops",
+        "histogram",
+        "Lossy round trips behind each restored state.",
+        buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64),
+        why="0 is lossless and most are few; sixteen multiply the error two to five times.",
+    ),
+    Metric(
+        "residency_seconds",
+        "histogram",
+        "How long a checkpoint lived.",
+        (Label("ended", ("evicted", "flushed")),),
+        unit="seconds",
+        buckets=(1, 5, 15, 60, 300, 900, 3600, 10800, 21600, 43200, 86400),
+        why="Seconds are thrashing, minutes a conversation, hours a system prompt; a day is as good as for ever.",
+    ),
+    Metric("telemetry_errors_total", "counter", "Failures of telemetry itself, contained and without effect on the cache."),
+)
+
+SPANS = (
+    Span("match", True, "Look up the longest usable prefix.", ("cache", "depth", "outcome", "reason")),
+    Span("restore", True, "Write a checkpoint, or zeros, into an active slot.", ("cache", "depth", "hops", "outcome")),
+    Span("commit", True, "Store a checkpoint.", ("cache", "depth", "outcome", "reason")),
+    Span("alloc", False, "Take a slot.", ("cache", "pool", "outcome")),
+    Span("compress", False, "Compress a state into a slot.", ("cache", "pool", "bytes")),
+    Span(
+        "evict",
+        False,
+        "Drop a checkpoint, or a leaf's KV with it; linked to the commit that stored it.",
+        ("cache", "pool", "reason", "forced", "depth", "tokens"),
+    ),
+    Span("free", False, "Give a slot back.", ("cache", "pool", "reason", "depth")),
+)
+
+SLOTS_EXHAUSTED = LogEvent(
+    f"{PREFIX}.slots_exhausted", "warning", "A commit stored nothing: the checkpoint pool had no slot to give.", ("reason",)
+)
+STATE_NON_FINITE = LogEvent(f"{PREFIX}.state_non_finite", "error", "A state with NaN or Inf was refused.", ())
+TELEMETRY_FAILED = LogEvent(f"{PREFIX}.telemetry_failed", "warning", "Telemetry failed, and was contained.", ("error",))
+OPERATION_DONE = LogEvent(
+    f"{PREFIX}.operation",
+    "debug",
+    "An operation ended; carries the attributes of its span. Only with a logger passed in, or once structlog is configured.",
+    ("operation", "seconds"),
+)
+LOG_EVENTS = (SLOTS_EXHAUSTED, STATE_NON_FINITE, TELEMETRY_FAILED, OPERATION_DONE)

@@ -1,0 +1,85 @@
+"""Spans around the operations of a cache, through the OpenTelemetry API alone: who embeds the cache brings an SDK, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import Token
+from numbers import Integral, Real
+
+from opentelemetry import context, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import INVALID_SPAN, Span, SpanContext, Status, StatusCode, TracerProvider
+
+from mamba_checkpoint_cache.telemetry.catalogue import PREFIX, SCOPE, SPANS, VERSION, OperationName
+from mamba_checkpoint_cache.telemetry.containment import Containment
+
+Scalar = str | bool | int | float
+SPAN_NAMES = {span.operation: span.full_name for span in SPANS}
+
+
+class Tracing:
+    """Opens and ends the spans of one cache; without ``tracer_provider``, through whichever is global when a span starts."""
+
+    def __init__(self, cache: str, tracer_provider: TracerProvider | None) -> None:
+        self._cache = cache
+        self._tracer = trace.get_tracer(SCOPE, VERSION, tracer_provider)
+
+    def start(self, operation: OperationName) -> tuple[Span, Token[Context] | None]:
+        """Start a span and make it current, so that spans inside nest; the token undoes that.
+
+        An unsampled span becomes current too, or else spans inside would be sampled as roots of their own. Where there is no SDK
+        and no trace to continue, there is nothing to make current, which is what makes that case cheap.
+        """
+        span = self._tracer.start_span(SPAN_NAMES[operation])
+        if span is INVALID_SPAN:
+            return span, None
+        return span, context.attach(trace.set_span_in_context(span))
+
+    def finish(
+        self, span: Span, token: Token[Context] | None, attributes: Mapping[str, Scalar], error: BaseException | None
+    ) -> None:
+        """End the span, whatever happens to its attributes; ``error`` is what the body raised."""
+        try:
+            if span.is_recording():
+                span.set_attributes({f"{PREFIX}.{key}": value for key, value in {"cache": self._cache, **attributes}.items()})
+                if isinstance(error, Exception):
+                    span.record_exception(error)
+                    span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        finally:
+            if token is not None:
+                context.detach(token)
+            span.end()
+
+
+def sampled(span: Span) -> SpanContext | None:
+    """The context of a span that will reach a trace store; None for any other."""
+    span_context = span.get_span_context()
+    return span_context if span_context.trace_flags.sampled else None
+
+
+def trace_id(span_context: SpanContext) -> str:
+    """Thirty-two hex digits, as trace stores show them."""
+    return trace.format_trace_id(span_context.trace_id)
+
+
+def plain(attributes: Mapping[str, object], contained: Containment) -> dict[str, Scalar]:
+    """The attributes that are numbers, strings or booleans; None is left out, anything else ends in ``contained``.
+
+    A tensor is refused even if it holds one number: reading it could wait for a device.
+    """
+    kept: dict[str, Scalar] = {}
+    for key, value in attributes.items():
+        if value is not None:
+            with contained:
+                kept[key] = _scalar(key, value)
+    return kept
+
+
+def _scalar(key: str, value: object) -> Scalar:
+    if isinstance(value, str | bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"span attribute {key} must be a plain scalar, got {type(value).__name__}")

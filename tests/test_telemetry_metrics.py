@@ -1,0 +1,352 @@
+"""The metrics of one cache in a registry that others use too."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from telemetry_fakes import Pools, scrape, value
+
+from mamba_checkpoint_cache.telemetry.catalogue import METRICS, VERSION
+from mamba_checkpoint_cache.telemetry.containment import Containment
+from mamba_checkpoint_cache.telemetry.metrics import Metrics, PoolSnapshot, PoolsSnapshot
+
+SERIES_BUDGET = 350
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def errors() -> list[Exception]:
+    return []
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry, errors: list[Exception]) -> Iterator[Metrics]:
+    metrics = Metrics("default", registry, Containment(errors.append))
+    yield metrics
+    metrics.close()
+
+
+def test_every_label_value_exists_at_zero_on_the_first_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """A counter that first appears at 1 has no increase: so each one is there from the start, at 0 (fault 32)."""
+    samples = scrape(registry)
+
+    for metric in METRICS:
+        for values in product(*(label.values for label in metric.labels)):
+            labels = frozenset({"cache": "default", **dict(zip(metric.label_names[1:], values, strict=True))}.items())
+            if metric.type == "counter":
+                assert samples[metric.full_name, labels] == 0
+            elif metric.type == "histogram":
+                assert samples[f"{metric.full_name}_count", labels] == 0
+                assert samples[f"{metric.full_name}_sum", labels] == 0
+
+
+def test_gauges_follow_the_live_pools_without_further_calls(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """Each scrape reads the pools as they are then; an idle cache can't show a stale value (fault 24)."""
+    pools = Pools()
+    metrics.source = pools
+    assert value(registry, "slots", pool="checkpoint", state="free") == 16
+
+    pools.checkpoint = (5, 1, 8, 2)
+
+    assert [value(registry, "slots", pool="checkpoint", state=s) for s in ("free", "reserved", "evictable", "locked")] == [
+        5,
+        1,
+        8,
+        2,
+    ]
+    assert value(registry, "slots", pool="active", state="free") == 8
+    assert value(registry, "slot_capacity", pool="checkpoint") == 16
+    assert value(registry, "bytes", pool="checkpoint", kind="reserved") == 510
+    assert value(registry, "bytes", pool="checkpoint", kind="occupied") == 240
+    assert value(registry, "bytes", pool="checkpoint", kind="native_equivalent") == 800
+    info = {"codec": "int8", "state_dtype": "float32", "version": VERSION, "fingerprint": "0123456789abcdef-int8"}
+    assert value(registry, "info", **info) == 1
+
+
+def test_no_gauges_before_there_are_pools(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """Until a cache reports its pools, no gauge claims anything about them."""
+    assert value(registry, "slot_capacity", pool="active") is None
+
+
+def test_a_failing_snapshot_costs_its_gauges_and_nothing_else(
+    metrics: Metrics, registry: CollectorRegistry, errors: list[Exception]
+) -> None:
+    """If the pools can't be read, the counters are still scraped, no gauge shows an old value, and the failure is reported."""
+    metrics.source = Pools()
+    assert value(registry, "slot_capacity", pool="active") == 8
+    metrics.source = lambda: 1 / 0  # type: ignore[assignment,return-value]
+
+    assert value(registry, "slot_capacity", pool="active") is None
+    assert value(registry, "lookups_total", outcome="hit") == 0
+    assert {type(error) for error in errors} == {ZeroDivisionError}
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        PoolSnapshot("host", 1, (1, 0, 0, 0), 1, 1, 1),  # type: ignore[arg-type]
+        PoolSnapshot("active", 1, (1, 0, 0), 1, 1, 1),
+        PoolSnapshot("active", 1, (1, 0, 0, 0), math.nan, 1, 1),  # type: ignore[arg-type]
+        PoolSnapshot("active", 1, (2, 0, -1, 0), 1, 1, 1),
+    ],
+    ids=["unknown pool", "three states", "nan", "negative"],
+)
+def test_a_nonsensical_snapshot_makes_no_series(
+    metrics: Metrics, registry: CollectorRegistry, errors: list[Exception], pool: PoolSnapshot
+) -> None:
+    """Unknown pools, missing states and impossible numbers are refused, not exposed."""
+    before = scrape(registry)
+    metrics.source = lambda: PoolsSnapshot((pool,), Pools()().info)
+
+    assert scrape(registry) == before
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize(
+    "amount", [2, np.int64(2), np.float32(2), torch.tensor(2), torch.tensor(2.0, dtype=torch.bfloat16), True + 1]
+)
+def test_amounts_become_plain_floats(metrics: Metrics, registry: CollectorRegistry, amount: float) -> None:
+    """A numpy or torch scalar adds its number, and leaves no array behind in the sum."""
+    metrics.add("tokens_total", "prompt", amount=amount)
+    metrics.observe("hops", value=amount)
+
+    for name, labels in (("tokens_total", {"kind": "prompt"}), ("hops_sum", {})):
+        found = value(registry, name, **labels)
+        assert found == 2
+        assert type(found) is float
+
+
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, -math.inf, -1, torch.tensor(math.nan), np.float64("inf"), torch.ones(3), None, "x"]
+)
+def test_impossible_amounts_are_refused_whole(
+    metrics: Metrics, registry: CollectorRegistry, errors: list[Exception], bad: float
+) -> None:
+    """NaN, Inf, a negative or no number at all changes nothing and is reported; the next good value counts (fault 29)."""
+    before = scrape(registry)
+    metrics.add("tokens_total", "prompt", amount=bad)
+    metrics.observe("hops", value=bad)
+    assert scrape(registry) == before
+    assert len(errors) == 2
+
+    metrics.add("tokens_total", "prompt", amount=3)
+    metrics.observe("hops", value=3)
+    assert value(registry, "tokens_total", kind="prompt") == 3
+    assert value(registry, "hops_sum") == 3
+
+
+@pytest.mark.parametrize(
+    "series", [("misses_total", "/etc/passwd"), ("misses_total",), ("nonsense_total",), ("misses_total", ["x"])]
+)
+def test_unknown_names_make_no_series(
+    metrics: Metrics, registry: CollectorRegistry, errors: list[Exception], series: tuple[str, ...]
+) -> None:
+    """A label value outside the catalogue is an error and creates nothing: series can't grow without bound (fault 33)."""
+    before = scrape(registry)
+    metrics.add(*series)
+    metrics.observe(*series, value=1)
+
+    assert scrape(registry) == before
+    assert len(errors) == 2
+
+
+def test_exemplars_appear_in_openmetrics(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """An exemplar stands at the bucket of its observation; one that is too long is reported and doesn't break the scrape."""
+    metrics.observe("hops", value=5, exemplar={"trace_id": "ab" * 16})
+    metrics.observe("hops", value=5, exemplar={"trace_id": "x" * 200})
+
+    lines = [line for line in generate_openmetrics(registry).decode().splitlines() if " # {" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith('mamba_checkpoint_hops_bucket{cache="default",le="6.0"}')
+    assert f'# {{trace_id="{"ab" * 16}"}} 5.0' in lines[0]
+
+
+def test_two_caches_share_a_registry(registry: CollectorRegistry) -> None:
+    """Each has its own series under one family, each family stands once in the exposition, and one may close (fault 27)."""
+    first = Metrics("first", registry, Containment(pytest.fail))
+    second = Metrics("second", registry, Containment(pytest.fail))
+    first.source = second.source = Pools()
+    first.add("lookups_total", "hit")
+
+    assert value(registry, "lookups_total", cache="first", outcome="hit") == 1
+    assert value(registry, "lookups_total", cache="second", outcome="hit") == 0
+    assert value(registry, "slots", cache="second", pool="active", state="free") == 8
+    types = [line for line in generate_latest(registry).decode().splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types)) == len(METRICS)
+
+    first.close()
+    assert value(registry, "lookups_total", cache="first", outcome="hit") is None
+    assert value(registry, "lookups_total", cache="second", outcome="hit") == 0
+    second.close()
+
+
+def test_a_live_name_is_refused_and_a_closed_one_free(registry: CollectorRegistry) -> None:
+    """Two live caches of one name would add up unseen: the second is refused, with what to do, and does no harm to the first."""
+    first = Metrics("same", registry, Containment(pytest.fail))
+    first.add("lookups_total", "hit")
+
+    with pytest.raises(ValueError, match=r"'same' already reports to this registry: close it, or give this one another name"):
+        Metrics("same", registry, Containment(pytest.fail))
+    assert value(registry, "lookups_total", cache="same", outcome="hit") == 1
+
+    first.close()
+    second = Metrics("same", registry, Containment(pytest.fail))
+    first.close()  # closing twice must not take the series of the cache that has the name now
+    assert value(registry, "lookups_total", cache="same", outcome="hit") == 0
+    second.close()
+
+
+def test_a_hundred_lives_leave_no_trace(registry: CollectorRegistry) -> None:
+    """Creating and closing caches leaves a registry that others use exactly as it was (fault 27)."""
+    Counter("foreign_total", "Somebody else's.", registry=registry).inc(7)
+    before = scrape(registry)
+    exposition = generate_latest(registry)
+
+    for life in range(100):
+        metrics = Metrics(f"cache-{life % 2}", registry, Containment(pytest.fail))
+        metrics.source = Pools()
+        metrics.add("lookups_total", "hit")
+        assert value(registry, "lookups_total", cache=f"cache-{life % 2}", outcome="hit") == 1
+        metrics.close()
+
+    assert scrape(registry) == before
+    assert generate_latest(registry) == exposition
+    Counter("mamba_checkpoint_lookups", "The names are free, too.", registry=registry)
+
+
+def test_another_cache_leaves_no_gap(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one cache reports, others come and go without taking its series out of the registry even for a moment."""
+    first = Metrics("first", registry, Containment(pytest.fail))
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "unregister", lambda collector: pytest.fail("a scrape now would have missed the first cache"))
+        Metrics("second", registry, Containment(pytest.fail)).close()
+
+    first.close()
+    assert scrape(registry) == {}
+
+
+def test_a_dropped_cache_is_not_kept_alive_by_the_registry(registry: CollectorRegistry) -> None:
+    """A cache that nobody closed goes, pools and all, when it is collected; its name is free then."""
+    metrics = Metrics("dropped", registry, Containment(pytest.fail))
+    metrics.source = Pools()
+    assert value(registry, "slot_capacity", cache="dropped", pool="active") == 8
+
+    del metrics
+    gc.collect()
+
+    assert scrape(registry) == {}
+    Metrics("dropped", registry, Containment(pytest.fail)).close()
+
+
+def test_the_registry_itself_can_go() -> None:
+    """What is remembered about a registry doesn't keep it alive."""
+    import weakref
+
+    registry = CollectorRegistry()
+    Metrics("x", registry, Containment(pytest.fail)).close()
+    reference = weakref.ref(registry)
+
+    del registry
+    gc.collect()
+
+    assert reference() is None
+
+
+def test_another_owner_of_a_name_is_refused_at_construction(registry: CollectorRegistry) -> None:
+    """If something else exports one of our names, construction says so, and leaves nothing behind."""
+    Counter("mamba_checkpoint_lookups", "Somebody else's.", registry=registry)
+    before = scrape(registry)
+
+    with pytest.raises(ValueError, match="mamba_checkpoint_lookups"):
+        Metrics("default", registry, Containment(pytest.fail))
+
+    assert scrape(registry) == before
+
+
+def test_losing_the_collector_breaks_nothing(registry: CollectorRegistry) -> None:
+    """An engine that unregisters foreign collectors costs the scrape only: recording, closing, the next cache work (fault 28)."""
+    metrics = Metrics("first", registry, Containment(pytest.fail))
+    for collector in list(registry._collector_to_names):
+        registry.unregister(collector)
+
+    metrics.add("lookups_total", "hit")
+    second = Metrics("second", registry, Containment(pytest.fail))
+
+    assert value(registry, "lookups_total", cache="first", outcome="hit") == 1
+    metrics.close()
+    for collector in list(registry._collector_to_names):
+        registry.unregister(collector)
+    second.close()
+
+
+def test_the_exposition_parses_stays_in_budget_and_names_nobody(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """The text parses, has no _created series, few enough series, and neither paths nor ids in any label (fault 33)."""
+    metrics.source = Pools()
+    text = generate_latest(registry).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    assert 200 < len(samples) <= SERIES_BUDGET
+    assert not [sample.name for sample in samples if sample.name.endswith("_created")]
+    assert {sample.labels["cache"] for sample in samples} == {"default"}
+    label_values = {value for sample in samples for value in sample.labels.values()}
+    assert not [value for value in label_values if "/" in value or "\\" in value or "0x" in value]
+
+
+def test_a_restricted_scrape_works(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """A scrape that asks for one name (?name[]=) gets that one."""
+    metrics.source = Pools()
+    restricted = registry.restricted_registry(["mamba_checkpoint_lookups_total", "mamba_checkpoint_slot_capacity"])
+
+    names = {sample.name for family in restricted.collect() for sample in family.samples}
+
+    assert names == {"mamba_checkpoint_lookups_total", "mamba_checkpoint_slot_capacity"}
+
+
+def test_scrapes_during_work_always_add_up(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """With an atomic snapshot, states add up to the capacity in every scrape while slots move and caches come and go."""
+    pools = Pools()
+    metrics.source = pools
+    torn: list[object] = []
+    stop = threading.Event()
+
+    def scrape_until_stopped() -> None:
+        while not stop.is_set():
+            try:
+                samples = scrape(registry)
+                slots = sum(
+                    v for (name, labels), v in samples.items() if name.endswith("_slots") and ("pool", "checkpoint") in labels
+                )
+                if slots != 16:
+                    torn.append(slots)
+            except Exception as error:  # noqa: BLE001 a thread's exception would be lost
+                torn.append(error)
+
+    threads = [threading.Thread(target=scrape_until_stopped) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in range(3000):
+        free = step % 17
+        pools.checkpoint = (free, 0, 16 - free, 0)
+        metrics.add("lookups_total", "hit")
+        if step % 50 == 0:
+            Metrics("passing", registry, Containment(torn.append)).close()
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+    assert torn == [], (len(torn), torn[:3])
+    assert value(registry, "lookups_total", outcome="hit") == 3000
