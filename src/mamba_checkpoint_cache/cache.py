@@ -109,16 +109,8 @@ class PrefixCache:
         miss = self._miss_reason(node, walk, key, limit)
         branch = self.policy.branch_depth(depth=node.depth, matched=min(walk.matched, limit))
         checkpoint = node.checkpoint
-        match = Match(
-            depth=node.depth,
-            kv=self._tree.path_kv(node),
-            matched=walk.matched,
-            miss=miss,
-            branch_depth=branch,
-            hops=checkpoint.hops if checkpoint else 0,
-            node=node,
-            restorable=checkpoint is not None,
-        )
+        hops = checkpoint.hops if checkpoint else 0
+        match = Match(node.depth, self._tree.path_kv(node), walk.matched, miss, branch, hops, node, checkpoint is not None)
         self._tree.lease(node)
         if checkpoint is not None:
             self._tree.lock_checkpoint(node)
@@ -329,7 +321,7 @@ class PrefixCache:
     def _drop_checkpoint_lock(self, match: Match) -> None:
         if match.restorable:
             match.restorable = False
-            self._tree.unlock_checkpoint(match.node)
+            self._lifecycle.unlock(match.node)
 
     def _snapshot(self) -> PoolsSnapshot:
         info = {

@@ -126,11 +126,12 @@ class CheckpointLifecycle:
         return bool(pending)
 
     def evict(self, node: Node, reason: EvictionReason) -> int:
-        """Give up the checkpoint on ``node``. Returns the KV tokens that went with it."""
+        """Give up the checkpoint on ``node``, and the node if it is a leaf. Returns the KV tokens that went with it."""
         with self._telemetry.operation("evict") as operation:
-            checkpoint, tokens = self._tree.evict_checkpoint(node)
-            self._record_eviction(checkpoint, reason)
-            operation.set(pool="checkpoint", reason=reason, forced=reason == "forced", depth=checkpoint.depth)
+            checkpoint, tokens = self._tree.evict(node)
+            if checkpoint is not None:
+                self._bury(checkpoint, reason)
+            operation.set(pool="checkpoint", reason=reason, forced=reason == "forced", depth=node.depth, tokens=tokens)
         return tokens
 
     def evict_leaf(self) -> int | None:
@@ -138,15 +139,8 @@ class CheckpointLifecycle:
 
         Returns the tokens freed; None if every leaf is in use.
         """
-        with self._telemetry.operation("evict") as operation:
-            evicted = self._tree.evict_leaf()
-            if evicted is None:
-                return None
-            checkpoint, tokens = evicted
-            if checkpoint is not None:
-                self._record_eviction(checkpoint, "kv_pressure")
-            operation.set(pool="checkpoint", reason="kv_pressure", forced=False, tokens=tokens)
-        return tokens
+        node = self._tree.kv.leaves.pop()
+        return None if node is None else self.evict(node, "kv_pressure")
 
     def clear(self) -> tuple[int, int]:
         """Give up everything not in use. Returns the number of checkpoints and of KV tokens freed."""
@@ -154,12 +148,18 @@ class CheckpointLifecycle:
         checkpoints, tokens = self._tree.clear()
         for checkpoint in checkpoints:
             with self._telemetry.operation("evict") as operation:
-                self._record_eviction(checkpoint, "flush")
+                self._bury(checkpoint, "flush")
                 operation.set(pool="checkpoint", reason="flush", forced=False, depth=checkpoint.depth)
         return len(checkpoints), tokens
 
+    def unlock(self, node: Node) -> None:
+        """Let the checkpoint on ``node`` be evicted again, as far as this user of it is concerned."""
+        checkpoint = self._tree.unlock_checkpoint(node)
+        if checkpoint is not None:
+            self.free(checkpoint.slot, "non_finite")
+
     def free(self, slot: CheckpointSlot, reason: FreeReason) -> None:
-        """Give back a slot that never came to hang in the tree."""
+        """Give back a slot: the one way in which a checkpoint slot becomes free."""
         with self._telemetry.operation("free") as operation:
             self._pool.slots.free(slot)
             operation.set(pool="checkpoint", reason=reason)
@@ -174,16 +174,13 @@ class CheckpointLifecycle:
 
     def _discard(self, node: Node, fresh_from: int) -> None:
         for checkpoint in self._tree.discard(node, fresh_from):
-            self._telemetry.freed("checkpoint", "non_finite")
             checkpoint.report = None
+            self.free(checkpoint.slot, "non_finite")
         self._pending = deque(left for left in self._pending if left.checkpoint is not None)
 
-    def _record_eviction(self, checkpoint: Checkpoint, reason: EvictionReason) -> None:
-        freed: FreeReason = "flushed" if reason == "flush" else "evicted"
+    def _bury(self, checkpoint: Checkpoint, reason: EvictionReason) -> None:
         self._telemetry.evicted(reason, checkpoint.reused, checkpoint.birth)
-        with self._telemetry.operation("free") as operation:
-            operation.set(pool="checkpoint", reason=freed, depth=checkpoint.depth)
-        self._telemetry.freed("checkpoint", freed)
+        self.free(checkpoint.slot, "flushed" if reason == "flush" else "evicted")
 
     def _shortage(self) -> Shortage:
         counts = self._pool.slots.counts

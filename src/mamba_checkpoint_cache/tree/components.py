@@ -22,7 +22,7 @@ class KvAllocator(Protocol):
 class Checkpoints:
     """The checkpoints on the tree's nodes, and the state of their slots.
 
-    pending (slot reserved) -> evictable <-> locked; a slot is freed by :meth:`detach` alone.
+    pending (slot reserved) -> evictable <-> locked -> detached, for the caller to free.
     """
 
     def __init__(self, slots: SlotAllocator[CheckpointSlot]) -> None:
@@ -59,17 +59,11 @@ class Checkpoints:
             self.slots.move(checkpoint.slot, SlotState.EVICTABLE)
             self.evictable.add(node)
 
-    def reorder(self, node: Node) -> None:
-        """The ``last_use`` of ``node`` has changed."""
-        if node in self.evictable:
-            self.evictable.add(node)
-
     def detach(self, node: Node) -> Checkpoint:
-        """Take an unlocked checkpoint off its node and free its slot."""
+        """Take an unlocked checkpoint off its node; its slot is the caller's to free."""
         checkpoint = _checkpoint(node)
         if checkpoint.locks:
             raise InvariantError(f"the checkpoint at depth {node.depth} is locked {checkpoint.locks} times")
-        self.slots.free(checkpoint.slot)
         self.evictable.discard(node)
         node.checkpoint = None
         return checkpoint
@@ -93,7 +87,7 @@ class KvSide:
             self.allocator.free(ids)
 
     def watch(self, node: Node) -> None:
-        """Keep ``node`` among the evictable leaves exactly while it is one: call it when children, locks or last use changed."""
+        """Keep ``node`` among the evictable leaves exactly while it is one: call it when its children or locks changed."""
         if self.present and node.parent is not None and not node.quarantined and removable(node):
             self.leaves.add(node)
         else:

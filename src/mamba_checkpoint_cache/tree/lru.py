@@ -25,7 +25,7 @@ class LruQueue:
         return node in self._members
 
     def add(self, node: Node) -> None:
-        """Let ``node`` be evicted in the order of its ``last_use``; adding it again moves it."""
+        """Let ``node`` be evicted in the order of its ``last_use``."""
         if self._members.get(node) == node.last_use:
             return
         self._members[node] = node.last_use
@@ -33,6 +33,11 @@ class LruQueue:
         if len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [(stamp, node.serial, node) for node, stamp in self._members.items()]
             heapify(self._heap)
+
+    def move(self, node: Node) -> None:
+        """The ``last_use`` of ``node`` has changed: put it where that belongs, if it is here."""
+        if node in self._members:
+            self.add(node)
 
     def discard(self, node: Node) -> None:
         """Let ``node`` no longer be evicted."""

@@ -42,6 +42,7 @@ class PrefixTree:
         self._free_duplicates(walk, kv)
         node = self.radix.extend(walk, key, kv)
         self.touch(node)
+        self.kv.watch(node)
         if node.parent is not None:
             self.kv.watch(node.parent)
         return Insertion(node, walk.matched)
@@ -53,22 +54,19 @@ class PrefixTree:
         while step is not None:
             parts.append(step.kv)
             step = step.parent
-        ids = array("i")
-        for part in reversed(parts):
-            ids.extend(part)
-        return ids
+        return array("i", b"".join(parts[::-1]))
 
     def touch(self, node: Node) -> None:
         """Make ``node``, and no other, the most recently used."""
         self._now += 1
         node.last_use = self._now
-        self.checkpoints.reorder(node)
-        self.kv.watch(node)
+        self.checkpoints.evictable.move(node)
+        self.kv.leaves.move(node)
 
     def lease(self, node: Node) -> None:
         """Keep ``node``, and with it its path, until the lease ends."""
         node.locks += 1
-        self.kv.watch(node)
+        self.kv.leaves.discard(node)
 
     def end_lease(self, node: Node) -> None:
         """Undo one :meth:`lease`."""
@@ -78,50 +76,44 @@ class PrefixTree:
     def lock_checkpoint(self, node: Node) -> None:
         """Keep the checkpoint on ``node`` until it is unlocked."""
         self.checkpoints.lock(node)
-        self.kv.watch(node)
+        self.kv.leaves.discard(node)
 
-    def unlock_checkpoint(self, node: Node) -> None:
-        """Undo one :meth:`lock_checkpoint`."""
+    def unlock_checkpoint(self, node: Node) -> Checkpoint | None:
+        """Undo one :meth:`lock_checkpoint`. Returns the checkpoint if that was the last use of one in quarantine."""
         self.checkpoints.unlock(node)
-        if node.quarantined and node.checkpoint is not None and not node.checkpoint.locks:
-            self.checkpoints.detach(node)
+        last_use = node.quarantined and node.checkpoint is not None and not node.checkpoint.locks
+        checkpoint = self.checkpoints.detach(node) if last_use else None
         self._settle_down(node)
+        return checkpoint
 
     def publish(self, node: Node) -> None:
         """The pending checkpoint on ``node`` was found good."""
         self.checkpoints.publish(node)
         self.kv.watch(node)
 
-    def evict_checkpoint(self, node: Node) -> tuple[Checkpoint, int]:
-        """Free the checkpoint on ``node``; a leaf goes with it, and so do ancestors that lead nowhere then.
+    def evict(self, node: Node) -> tuple[Checkpoint | None, int]:
+        """Take the checkpoint off ``node``; a leaf goes with it, and so do ancestors that lead nowhere then.
 
-        Returns the checkpoint and the number of KV tokens freed.
+        Returns the checkpoint, whose slot is to be freed, and the number of KV tokens freed. A leaf of KV alone has none.
         """
-        checkpoint = self.checkpoints.detach(node)
-        node.checkpoint_evicted = True
+        checkpoint = None
+        if node.checkpoint is not None:
+            checkpoint = self.checkpoints.detach(node)
+            node.checkpoint_evicted = True
         tokens = self._remove_upwards(node, remember=True)
         self.kv.watch(node)
         return checkpoint, tokens
 
-    def evict_leaf(self) -> tuple[Checkpoint | None, int] | None:
-        """Free the KV of the least recently used leaf, and its checkpoint with it; None if every leaf is in use."""
-        node = self.kv.leaves.pop()
-        if node is None:
-            return None
-        if node.checkpoint is not None:
-            return self.evict_checkpoint(node)
-        return None, self._remove_upwards(node, remember=True)
-
     def discard(self, node: Node, fresh_from: int) -> list[Checkpoint]:
-        """Free a pending checkpoint that was found poisoned, and cut off whatever relies on KV that came with it.
+        """Take off a pending checkpoint that was found poisoned, and cut off whatever relies on KV that came with it.
 
-        Returns the checkpoints freed, the poisoned one first. What a lease still uses lives on, out of the tree, until the
-        lease ends; all else is freed now.
+        Returns the checkpoints taken off, the poisoned one first; their slots are to be freed. What a lease still uses lives
+        on, out of the tree, until the lease ends.
         """
-        freed = [self.checkpoints.detach(node)]
+        taken = [self.checkpoints.detach(node)]
         if not self.kv.present or fresh_from >= node.depth:
             self._settle_down(node)
-            return freed
+            return taken
         top = node
         while top.parent is not None and top.parent.depth > fresh_from:
             top = top.parent
@@ -132,25 +124,25 @@ class PrefixTree:
         for member in cut_off:
             member.quarantined = True
             if member.checkpoint is not None and not member.checkpoint.locks:
-                freed.append(self.checkpoints.detach(member))
+                taken.append(self.checkpoints.detach(member))
         for member in reversed(cut_off):
             self._settle_down(member)
         if above is not None:
             self._settle_down(above)
-        return freed
+        return taken
 
     def clear(self) -> tuple[list[Checkpoint], int]:
-        """Free everything that is not in use. Returns the checkpoints and the number of KV tokens freed."""
-        freed, tokens = [], 0
+        """Remove all that is not in use. Returns the checkpoints, whose slots are to be freed, and the KV tokens freed."""
+        taken, tokens = [], 0
         for node in reversed(list(self.radix.nodes())):
             if node.checkpoint is not None and node.checkpoint.report is None and not node.checkpoint.locks:
-                freed.append(self.checkpoints.detach(node))
+                taken.append(self.checkpoints.detach(node))
             if node.checkpoint is None:
                 tokens += self._remove(node) if removable(node) else 0
             self.kv.watch(node)
             node.ghosts.clear()
         self.radix.root.ghosts.clear()
-        return freed, tokens
+        return taken, tokens
 
     def check(self) -> None:
         """Raise :class:`InvariantError` unless nodes, slots, KV and queues agree."""
