@@ -1,0 +1,1 @@
+"""Bridges to model libraries and engines. The core imports none of them."""
