@@ -158,6 +158,16 @@ def test_a_long_path_thins_itself_out_and_leaves_the_others_alone():
     assert len(depths) == 4 + 1
 
 
+@pytest.mark.parametrize(("slots", "length"), [(3, 500), (8, 200), (64, 3000)])
+def test_a_prompt_longer_than_the_cap_still_hits_its_last_boundary(slots, length):
+    """Sent twice, a prompt finds the chunk end just below it, however many chunk ends were thinned out."""
+    cache = make_cache(slots=slots)
+    tokens = list(range(length))
+    serve(cache, tokens, *range(16, length, 16), length)
+
+    assert cache.match_prefix(tokens).depth == (length - 1) // 16 * 16
+
+
 def test_donated_slots_are_freed_whatever_the_outcome():
     """Stored, duplicate or skipped: the handed-over slot is the cache's to free, once."""
     cache = make_cache(active=1)

@@ -137,6 +137,23 @@ def test_a_running_request_outlives_the_poison_it_stands_on():
     assert cache.checkpoints.slots.counts == (4, 0, 0, 0)
 
 
+def test_a_lease_in_quarantine_still_keeps_its_whole_path():
+    """The good prefix below the poison is neither evicted under the request nor missing from what it is told it owns."""
+    kv = KvSlots()
+    cache = late_cache(kv=kv)
+    serve(cache, [1, 2, 3, 4, 5, 6, 7, 8], 2, kv=kv)
+    request = Request(cache, [1, 2, 3, 4, 5, 6, 7, 8], kv)
+    poisoned(request, 4)
+    request.commit(6, 1.0)
+
+    assert cache.evict_kv(100) == 0
+    cache.check()
+    assert list(request.commit(7, 1.0).kv) == list(request.ids[:6])
+    assert cache.match_prefix([1, 2, 3, 4, 9]).matched == 2
+    request.finish()
+    assert len(kv.free_ids) == kv.size - 2
+
+
 def test_shortage_reads_what_is_pending_before_it_evicts():
     """A poisoned reservation is given up rather than somebody's good checkpoint."""
     cache = late_cache(slots=2)

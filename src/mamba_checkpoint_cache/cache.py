@@ -298,6 +298,7 @@ class PrefixCache:
         self._tree.check()
         self._lifecycle.check()
         leases = Counter(match.node for match in self._leases)
+        leases.update(node.parent for node in self._tree.quarantined if node.cut_off and node.parent is not None)
         locks = Counter(match.node for match in self._leases if match.restorable)
         for node in (*self._tree.radix.nodes(), *self._tree.quarantined):
             held = node.checkpoint.locks if node.checkpoint else 0

@@ -55,6 +55,8 @@ class Node:
     """A checkpoint stood here and was evicted: says why a later match finds nothing."""
     quarantined: bool = False
     """Out of the tree because its content may be poisoned; lives on until its last lease ends."""
+    cut_off: bool = False
+    """The top of a quarantined subtree. It still counts as a lease on its parent, whose KV those in quarantine build on."""
     ghosts: dict[bytes, None] = field(default_factory=dict)
     """How the edges began that once hung here and were evicted with their checkpoints."""
     serial: int = field(default_factory=_serials.__next__)

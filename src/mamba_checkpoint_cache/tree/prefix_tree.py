@@ -117,18 +117,15 @@ class PrefixTree:
         top = node
         while top.parent is not None and top.parent.depth > fresh_from:
             top = top.parent
-        above = top.parent
-        self.radix.detach(top)
-        cut_off = [top, *self.radix.below(top)]
-        self.quarantined.update(cut_off)
-        for member in cut_off:
+        self._cut_off(top)
+        members = [top, *self.radix.below(top)]
+        self.quarantined.update(members)
+        for member in members:
             member.quarantined = True
             if member.checkpoint is not None and not member.checkpoint.locks:
                 taken.append(self.checkpoints.detach(member))
-        for member in reversed(cut_off):
+        for member in reversed(members):
             self._settle_down(member)
-        if above is not None:
-            self._settle_down(above)
         return taken
 
     def clear(self) -> tuple[list[Checkpoint], int]:
@@ -203,23 +200,33 @@ class PrefixTree:
             self._remove_upwards(node, remember=False)
         self.kv.watch(node)
 
+    def _cut_off(self, top: Node) -> None:
+        self.radix.detach(top)
+        top.cut_off = True
+        if top.parent is not None:
+            self.lease(top.parent)
+
     def _remove_upwards(self, node: Node, *, remember: bool) -> int:
         """Remove ``node`` if it may leave and has no checkpoint, then its ancestors likewise. Returns the KV tokens freed."""
         tokens = 0
         step: Node | None = node
         while step is not None and step is not self.radix.root and step.checkpoint is None and removable(step):
-            parent = step.parent
+            parent, reachable = step.parent, not step.cut_off
             if remember and not step.quarantined:
                 self.radix.remember(step)
             tokens += self._remove(step)
+            if not reachable and parent is not None:
+                self.end_lease(parent)
+                return tokens
             step = parent
         if step is not None:
             self.kv.watch(step)
         return tokens
 
     def _remove(self, leaf: Node) -> int:
-        if leaf.parent is not None:
+        if not leaf.cut_off:
             self.radix.remove(leaf)
+        leaf.parent = None
         self.kv.leaves.discard(leaf)
         self.quarantined.discard(leaf)
         self.kv.free(leaf.kv)

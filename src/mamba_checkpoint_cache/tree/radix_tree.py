@@ -114,9 +114,8 @@ class RadixTree:
         leaf.parent = None
 
     def detach(self, node: Node) -> None:
-        """Cut ``node`` and all below it off the tree; the subtree itself stays whole."""
+        """Make ``node`` and all below it unreachable from the root; the way up from them stays."""
         del self._siblings(node)[node.key[: self._page_bytes]]
-        node.parent = None
 
     def remember(self, leaf: Node) -> None:
         """Keep how the edge of an evicted leaf began, so that a later miss can be told from a prompt never seen."""
