@@ -1,0 +1,1 @@
+"""The reference engine and its HTTP front, and the demo."""
