@@ -117,6 +117,20 @@ def test_what_relies_on_poisoned_kv_goes_too():
     assert cache.checkpoints.slots.counts == (4, 0, 0, 0)
 
 
+def test_poison_that_nobody_stands_on_is_gone_at_once():
+    """Two nodes in a row, no lease: each gives its KV back once."""
+    kv = KvSlots()
+    cache = late_cache(kv=kv)
+    request = Request(cache, [1, 2, 3], kv)
+    poisoned(request, 1)
+    request.commit(2, 1.0)
+    request.finish()
+
+    assert cache.match_prefix([1, 2, 3]).matched == 0
+    cache.check()
+    assert len(kv.free_ids) == kv.size
+
+
 def test_a_running_request_outlives_the_poison_it_stands_on():
     """Its node leaves the tree at once and its KV only with the lease; later commits store nothing and take no KV."""
     kv = KvSlots()

@@ -236,8 +236,7 @@ class PrefixCache:
             self._lifecycle.free(slot, "aborted")
             return self._skip("non_finite", offer)
         report = self._lifecycle.write(self.active, offer.source, slot, offer.ready)
-        if not report.deferred and not self._lifecycle.accept(report):
-            self._lifecycle.free(slot, "non_finite")
+        if report is None:
             return self._skip("non_finite", offer)
         node, fresh_from = self._insert(key, offer)
         hops = self.active.hops(offer.source) + self.checkpoints.codec.lossy

@@ -55,18 +55,28 @@ class CheckpointLifecycle:
         self._telemetry.allocation("checkpoint", outcome)
         return self._shortage() if slot is None else slot
 
-    def write(self, source: ActivePool, source_slot: ActiveSlot, slot: CheckpointSlot, ready: torch.cuda.Event | None) -> Report:
-        """Compress into a reserved slot, after ``ready``. If that raises, the slot is free again."""
+    def write(
+        self, source: ActivePool, source_slot: ActiveSlot, slot: CheckpointSlot, ready: torch.cuda.Event | None
+    ) -> Report | None:
+        """Compress into a reserved slot, after ``ready``, and read the report if it is here already.
+
+        Returns None, with the slot free again, if the state is not finite. It is free again also if this raises.
+        """
         with self._telemetry.operation("compress") as operation:
             operation.set(pool="checkpoint", bytes=self._pool.bytes_per_slot)
             try:
                 if ready is not None:
                     torch.cuda.current_stream(source.state.device).wait_event(ready)
-                return self._pool.compress(source, source_slot, slot)
+                report = self._pool.compress(source, source_slot, slot)
+                finite = report.deferred or self.accept(report)
             except BaseException:
                 self.free(slot, "aborted")
                 self._telemetry.compression("rejected", bytes_in=0, bytes_out=0)
                 raise
+        if not finite:
+            self.free(slot, "non_finite")
+            return None
+        return report
 
     def accept(self, report: Report) -> bool:
         """Read a report: whether all ranks found the state finite."""

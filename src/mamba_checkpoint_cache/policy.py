@@ -43,8 +43,8 @@ class CheckpointPolicy:
     def thin_out(self, path: Sequence[Node]) -> Node | None:
         """Which checkpoint a full path gives up: the one whose neighbours above and below are closest together.
 
-        ``path`` holds the path's nodes with checkpoints, shallowest first. Never the tail, nor the one above it, which is what the
-        same prompt finds when it is sent again; never a fork or a locked one. None if that leaves nothing.
+        ``path`` holds the path's nodes with checkpoints, shallowest first. Never the tail, nor the one above it, which is what
+        the same prompt finds when it is sent again; never a fork or a locked one. None if that leaves nothing.
         """
         candidates = [
             (below.depth - (above.depth if above else 0), node.depth, node)

@@ -125,7 +125,8 @@ class PrefixTree:
             if member.checkpoint is not None and not member.checkpoint.locks:
                 taken.append(self.checkpoints.detach(member))
         for member in reversed(members):
-            self._settle_down(member)
+            if member in self.quarantined:  # else it went with a child
+                self._settle_down(member)
         return taken
 
     def clear(self) -> tuple[list[Checkpoint], int]:
