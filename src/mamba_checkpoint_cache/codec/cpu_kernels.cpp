@@ -1,0 +1,388 @@
+// The formats of reference.py fused for the CPU: every layer and head of every slot in one call. Built by cpu_build.py.
+//
+// A head [d_v, d_k] is read from memory once, for its largest magnitudes. The second sweep, which quantises it and measures the
+// error, finds it in the cache, and meanwhile fetches the next head. Results are bit for bit those of reference.py: divisions
+// stay divisions, and the compiler may neither contract to fused multiply-adds nor assume that there is no NaN.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+using i64 = std::int64_t;
+using u32 = std::uint32_t;
+using u16 = std::uint16_t;
+using i8 = std::int8_t;
+
+// The arguments of one call, field by field as in cpu.py. Strides count elements.
+struct Job {
+    void *state;
+    i64 stride_layer, stride_row, stride_head, stride_v, stride_k;
+    i8 *q;
+    void *scale;
+    double *report;
+    const i64 *state_rows, *stored_rows;
+    i64 num_slots, num_layers, num_heads, d_v, d_k, num_stored_rows, num_threads;
+    float largest_scale;
+};
+
+namespace {
+
+constexpr float MIN_AMAX = 1e-8f;
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, half to even, and leaves it in the low bits
+constexpr int WIDE = 64, NARROW = 16;  // elements worked on together
+constexpr i64 RUN = 256;               // rows that are summed in float32 before the sums move on to float64
+
+inline u32 bits(float x) { u32 b; std::memcpy(&b, &x, 4); return b; }
+inline float from_bits(u32 b) { float x; std::memcpy(&x, &b, 4); return x; }
+
+// A dtype: how to read and write its words, and which magnitudes (a word without its sign bit) are finite.
+struct Float32 {
+    using Word = u32;
+    using Scale = Float32;
+    static constexpr Word MAGNITUDE = 0x7fffffff, NON_FINITE = 0x7f800000;
+    static float load(Word w) { return from_bits(w); }
+    static Word store(float x) { return bits(x); }
+};
+
+struct BFloat16 {
+    using Word = u16;
+    using Scale = BFloat16;
+    static constexpr Word MAGNITUDE = 0x7fff, NON_FINITE = 0x7f80;
+    static float load(Word w) { return from_bits(u32(w) << 16); }
+    static Word store(float x) { const u32 b = bits(x); return Word((b + 0x7fff + (b >> 16 & 1)) >> 16); }
+};
+
+struct Float16 {
+    using Word = u16;
+    using Scale = Float32;
+    static constexpr Word MAGNITUDE = 0x7fff, NON_FINITE = 0x7c00;
+    static float load(Word w) { return from_bits(u32(w & 0x8000) << 16 | bits(from_bits(u32(w & 0x7fff) << 13) * 0x1p112f)); }
+    static Word store(float x) {
+        const u32 sign = bits(x) >> 16 & 0x8000, b = bits(x) & 0x7fffffff;
+        const u32 normal = (b + 0xfff + (b >> 13 & 1) - (112u << 23)) >> 13;
+        const u32 subnormal = bits(from_bits(b) + 0.5f) - bits(0.5f);
+        return Word(sign | (b < 113u << 23 ? subnormal : normal));
+    }
+};
+
+// One head: where it lies, where it is stored, and what is to be fetched while it is worked on.
+template <class D> struct Head {
+    using Word = typename D::Word;
+    Word *state;
+    const Word *next;
+    i64 stride_v, stride_k, d_v, d_k;
+    i8 *q;
+    typename D::Scale::Word *scale;
+
+    Head(const Job &job, i64 task) : stride_v(job.stride_v), stride_k(job.stride_k), d_v(job.d_v), d_k(job.d_k) {
+        const i64 head = task % job.num_heads, rest = task / job.num_heads;
+        const i64 layer = rest % job.num_layers, slot = rest / job.num_layers;
+        const i64 offset = layer * job.stride_layer + job.state_rows[slot] * job.stride_row + head * job.stride_head;
+        const i64 stored = (layer * job.num_stored_rows + job.stored_rows[slot]) * job.num_heads + head;
+        next = state = static_cast<Word *>(job.state) + offset;
+        q = job.q + stored * d_v * d_k;
+        scale = static_cast<typename D::Scale::Word *>(job.scale) + stored * d_k;
+    }
+
+    // With few channels, several adjacent rows are taken for one: vectors are wide. Channel k then recurs every d_k columns.
+    Head folded() const {
+        Head wide = *this;
+        const i64 rows = WIDE / d_k;
+        if (stride_k != 1 || stride_v != d_k || WIDE % d_k || rows == 0 || d_v % rows) return wide;
+        wide.d_v /= rows, wide.d_k *= rows, wide.stride_v *= rows;
+        return wide;
+    }
+};
+
+// What a head adds to the report. The sums are those of elements times unit, a power of two that brings the head near 1: squares
+// must stay within float32.
+struct Report {
+    float unit = 1;
+    double signal = 0, error = 0, non_finite = 0;
+
+    void add(const float *signals, const float *errors, int count) {
+        for (int i = 0; i < count; ++i) signal += signals[i], error += errors[i];
+    }
+    void write(double *out) const {
+        const double square = double(unit) * double(unit);
+        out[0] = signal / square, out[1] = error / square, out[2] = non_finite;
+    }
+};
+
+// Buffers of one thread, each as large as a head or its channels can need.
+template <class D> struct Scratch {
+    using Word = typename D::Word;
+    std::unique_ptr<Word[]> packed, magnitude;
+    std::unique_ptr<float[]> scale;
+    std::unique_ptr<i8[]> turned;
+
+    Scratch(i64 d_v, i64 d_k)
+        : packed(new Word[d_v * d_k]), magnitude(new Word[d_k + WIDE]), scale(new float[d_k + WIDE]), turned(new i8[d_v * d_k]) {}
+};
+
+typedef i8 Bytes __attribute__((vector_size(16)));
+
+// The first, or the last, eight bytes of a and b in turn.
+inline Bytes interleave_first(Bytes a, Bytes b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#else
+    return __builtin_shuffle(a, b, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+#endif
+}
+
+inline Bytes interleave_last(Bytes a, Bytes b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+    return __builtin_shuffle(a, b, Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#endif
+}
+
+// 16 x 16 bytes: interleaving the first half of the rows with the second four times is a transposition.
+inline void transpose_block(const i8 *from, i64 from_stride, i8 *to, i64 to_stride) {
+    Bytes row[16], mixed[16];
+    for (int i = 0; i < 16; ++i) std::memcpy(&row[i], from + i * from_stride, 16);
+    for (int round = 0; round < 4; ++round) {
+        for (int i = 0; i < 8; ++i) {
+            mixed[2 * i] = interleave_first(row[i], row[i + 8]);
+            mixed[2 * i + 1] = interleave_last(row[i], row[i + 8]);
+        }
+        std::copy_n(mixed, 16, row);
+    }
+    for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &row[i], 16);
+}
+
+// from [num_rows, num_columns] to [num_columns, num_rows], both contiguous.
+void transpose(const i8 *from, i64 num_rows, i64 num_columns, i8 *to) {
+    const i64 rows = num_rows / 16 * 16, columns = num_columns / 16 * 16;
+    for (i64 c = 0; c < columns; c += 16)
+        for (i64 r = 0; r < rows; r += 16)
+            transpose_block(from + r * num_columns + c, num_columns, to + c * num_rows + r, num_rows);
+    for (i64 c = 0; c < num_columns; ++c)
+        for (i64 r = c < columns ? rows : 0; r < num_rows; ++r) to[c * num_rows + r] = from[r * num_columns + c];
+}
+
+template <class D> inline float scale_of(typename D::Word magnitude, float largest_scale) {
+    const float rounded = D::Scale::load(D::Scale::store(std::max(D::load(magnitude), MIN_AMAX) / 127.0f));
+    return std::min(rounded, largest_scale);
+}
+
+inline float unit_of(float largest) { return from_bits((254 - std::min(bits(largest) >> 23, 253u)) << 23); }
+
+// The quantised element in the low byte of what is returned.
+template <class D> inline u32 quantise(typename D::Word word, float scale, float unit, float &signal, float &error) {
+    const float x = D::load(word);
+    const float rounded = std::max(std::min(x / scale, 127.0f), -127.0f) + ROUND;
+    const float restored = D::load(D::store((rounded - ROUND) * scale));
+    const float s = x * unit, e = (x - restored) * unit;
+    signal += s * s;
+    error += e * e;
+    return bits(rounded);
+}
+
+// Calls step(start, width) until count elements are covered. Loops as long as a width that the compiler knows become vectors.
+template <class Step> [[gnu::always_inline]] inline void in_steps(i64 count, Step step) {
+    i64 start = 0;
+    for (; start + WIDE <= count; start += WIDE) step(start, std::integral_constant<int, WIDE>());
+    for (; start + NARROW <= count; start += NARROW) step(start, std::integral_constant<int, NARROW>());
+    if (start < count) step(start, int(count - start));
+}
+
+// Elements that lie side by side, of as many channels (STEP 1) or of one (STEP 0). Two loops: in one, GCC would take all vectors
+// as short as those of bytes.
+template <class D, int STEP, class Width>
+[[gnu::always_inline]] inline void quantise_run(const typename D::Word *__restrict x, const float *__restrict scale, float unit,
+                                                Width width, i8 *__restrict q, float *signal, float *error) {
+    u32 rounded[WIDE];
+    for (int i = 0; i < width; ++i) rounded[i] = quantise<D>(x[i], scale[i * STEP], unit, signal[i], error[i]);
+    for (int i = 0; i < width; ++i) q[i] = i8(rounded[i]);
+}
+
+// Where d_k is contiguous: some channels at a time.
+template <class D> void quantise_rows(const Head<D> &h, const Scratch<D> &scratch, Report &report) {
+    in_steps(h.d_k, [&](i64 first_k, auto width) {
+        const float *scale = scratch.scale.get() + first_k;
+        for (i64 v0 = 0; v0 < h.d_v; v0 += RUN) {
+            float signal[WIDE] = {}, error[WIDE] = {};
+            for (i64 v = v0; v < std::min(v0 + RUN, h.d_v); ++v) {
+                const i64 at = v * h.stride_v + first_k;
+                quantise_run<D, 1>(h.state + at, scale, report.unit, width, h.q + v * h.d_k + first_k, signal, error);
+                for (int k = 0; k < width; k += 64 / sizeof(*h.next)) __builtin_prefetch(h.next + at + k, 0, 2);
+            }
+            report.add(signal, error, width);
+        }
+    });
+}
+
+// Where d_v is contiguous: channel by channel, and the bytes are turned at the end.
+template <class D> void quantise_columns(const Head<D> &h, const Scratch<D> &scratch, Report &report) {
+    for (i64 k0 = 0; k0 < h.d_k; k0 += NARROW) {
+        float signal[WIDE] = {}, error[WIDE] = {};
+        for (i64 k = k0; k < std::min(k0 + NARROW, h.d_k); ++k) {
+            in_steps(h.d_v, [&](i64 first_v, auto width) {
+                const i64 at = k * h.stride_k + first_v;
+                i8 *q = scratch.turned.get() + k * h.d_v + first_v;
+                quantise_run<D, 0>(h.state + at, &scratch.scale[k], report.unit, width, q, signal, error);
+                for (int v = 0; v < width; v += 64 / sizeof(*h.next)) __builtin_prefetch(h.next + at + v, 0, 2);
+            });
+        }
+        report.add(signal, error, WIDE);
+    }
+    transpose(scratch.turned.get(), h.d_k, h.d_v, h.q);
+}
+
+// The largest magnitude of every channel; returns the largest of all. Floats of one sign are ordered as their bits are.
+template <class D> typename D::Word find_magnitudes(const Head<D> &h, typename D::Word *__restrict magnitude) {
+    using Word = typename D::Word;
+    std::fill_n(magnitude, h.d_k, Word(0));
+    if (h.stride_k == 1)
+        for (i64 v = 0; v < h.d_v; ++v)
+            in_steps(h.d_k, [&](i64 k, auto width) {
+                const Word *__restrict x = h.state + v * h.stride_v + k;
+                for (int i = 0; i < width; ++i) magnitude[k + i] = std::max(magnitude[k + i], Word(x[i] & D::MAGNITUDE));
+            });
+    else
+        for (i64 k = 0; k < h.d_k; ++k) {
+            const Word *__restrict x = h.state + k * h.stride_k;
+            Word largest = 0;
+            for (i64 v = 0; v < h.d_v; ++v) largest = std::max(largest, Word(x[v] & D::MAGNITUDE));
+            magnitude[k] = largest;
+        }
+    Word largest = 0;
+    for (i64 k = 0; k < h.d_k; ++k) largest = std::max(largest, magnitude[k]);
+    return largest;
+}
+
+// Returns false, with nothing stored, if neither axis is contiguous or an element is NaN or infinite.
+template <class D> bool compress_head(const Head<D> &h, const Scratch<D> &scratch, float largest_scale, Report &report) {
+    if (h.stride_k != 1 && h.stride_v != 1) return false;
+    const Head<D> wide = h.folded();
+    typename D::Word *magnitude = scratch.magnitude.get();
+    const typename D::Word largest = find_magnitudes(wide, magnitude);
+    if (largest >= D::NON_FINITE) return false;
+    report.unit = unit_of(D::load(largest));
+    for (i64 k = h.d_k; k < wide.d_k; ++k) magnitude[k % h.d_k] = std::max(magnitude[k % h.d_k], magnitude[k]);
+    for (i64 k = 0; k < h.d_k; ++k) {
+        scratch.scale[k] = scale_of<D>(magnitude[k], largest_scale);
+        h.scale[k] = D::Scale::store(scratch.scale[k]);
+    }
+    for (i64 k = h.d_k; k < wide.d_k; ++k) scratch.scale[k] = scratch.scale[k - h.d_k];
+    if (h.stride_k == 1) quantise_rows(wide, scratch, report);
+    else quantise_columns(h, scratch, report);
+    return true;
+}
+
+// What compress_head leaves: an ordinary copy of the head, with zeros for what is not finite, is compressed.
+template <class D> void compress_packed(Head<D> h, const Scratch<D> &scratch, float largest_scale, Report &report) {
+    typename D::Word *packed = scratch.packed.get();
+    for (i64 v = 0; v < h.d_v; ++v)
+        for (i64 k = 0; k < h.d_k; ++k) {
+            const typename D::Word word = h.state[v * h.stride_v + k * h.stride_k];
+            const bool finite = (word & D::MAGNITUDE) < D::NON_FINITE;
+            packed[v * h.d_k + k] = finite ? word : 0;
+            report.non_finite += !finite;
+        }
+    h.state = packed, h.stride_v = h.d_k, h.stride_k = 1;
+    compress_head(h, scratch, largest_scale, report);
+}
+
+template <class D> void compress(const Job &job) {
+    const i64 num_tasks = job.num_slots * job.num_layers * job.num_heads;
+#pragma omp parallel num_threads(int(job.num_threads))
+    {
+        const Scratch<D> scratch(job.d_v, job.d_k);
+#pragma omp for schedule(dynamic, 4)
+        for (i64 task = 0; task < num_tasks; ++task) {
+            Head<D> h(job, task);
+            if (task + 1 < num_tasks) h.next = Head<D>(job, task + 1).state;
+            Report report;
+            if (!compress_head(h, scratch, job.largest_scale, report)) compress_packed(h, scratch, job.largest_scale, report);
+            report.write(job.report + task * 3);
+        }
+    }
+}
+
+template <class D> void restore_rows(const Head<D> &h, const Scratch<D> &scratch) {
+    const Head<D> wide = h.folded();
+    for (i64 k = 0; k < h.d_k; ++k) scratch.scale[k] = D::Scale::load(h.scale[k]);
+    for (i64 k = h.d_k; k < wide.d_k; ++k) scratch.scale[k] = scratch.scale[k - h.d_k];
+    for (i64 v = 0; v < wide.d_v; ++v)
+        in_steps(wide.d_k, [&](i64 first_k, auto width) {
+            const float *__restrict scale = scratch.scale.get() + first_k;
+            typename D::Word *__restrict x = wide.state + v * wide.stride_v + first_k;
+            const i8 *__restrict q = wide.q + v * wide.d_k + first_k;
+            for (int k = 0; k < width; ++k) x[k] = D::store(float(q[k]) * scale[k]);
+        });
+}
+
+template <class D> void restore_columns(const Head<D> &h, const Scratch<D> &scratch) {
+    transpose(h.q, h.d_v, h.d_k, scratch.turned.get());
+    for (i64 k = 0; k < h.d_k; ++k) {
+        typename D::Word *__restrict x = h.state + k * h.stride_k;
+        const i8 *__restrict q = scratch.turned.get() + k * h.d_v;
+        const float scale = D::Scale::load(h.scale[k]);
+        for (i64 v = 0; v < h.d_v; ++v) x[v] = D::store(float(q[v]) * scale);
+    }
+}
+
+template <class D> void restore_packed(const Head<D> &h, const Scratch<D> &scratch) {
+    Head<D> packed = h;
+    packed.state = scratch.packed.get(), packed.stride_v = h.d_k, packed.stride_k = 1;
+    restore_rows(packed, scratch);
+    for (i64 v = 0; v < h.d_v; ++v)
+        for (i64 k = 0; k < h.d_k; ++k) h.state[v * h.stride_v + k * h.stride_k] = packed.state[v * h.d_k + k];
+}
+
+template <class D> void restore(const Job &job) {
+    const i64 num_tasks = job.num_slots * job.num_layers * job.num_heads;
+#pragma omp parallel num_threads(int(job.num_threads))
+    {
+        const Scratch<D> scratch(job.d_v, job.d_k);
+#pragma omp for schedule(dynamic, 4)
+        for (i64 task = 0; task < num_tasks; ++task) {
+            const Head<D> h(job, task);
+            if (h.stride_k == 1) restore_rows(h, scratch);
+            else if (h.stride_v == 1) restore_columns(h, scratch);
+            else restore_packed(h, scratch);
+        }
+    }
+}
+
+// The report of a codec that stores a state as it is: its energy and what is non-finite in it.
+template <class D> void measure(const Job &job) {
+    const i64 num_tasks = job.num_slots * job.num_layers * job.num_heads;
+#pragma omp parallel for num_threads(int(job.num_threads)) schedule(dynamic, 4)
+    for (i64 task = 0; task < num_tasks; ++task) {
+        const Head<D> h(job, task);
+        const bool turned = h.stride_v < h.stride_k;
+        const i64 rows = turned ? h.d_k : h.d_v, columns = turned ? h.d_v : h.d_k;
+        const i64 row_stride = turned ? h.stride_k : h.stride_v, stride = turned ? h.stride_v : h.stride_k;
+        double signal = 0;
+        i64 non_finite = 0;
+        for (i64 r = 0; r < rows; ++r)
+#pragma omp simd reduction(+ : signal, non_finite)
+            for (i64 c = 0; c < columns; ++c) {
+                const typename D::Word word = h.state[r * row_stride + c * stride];
+                const bool finite = (word & D::MAGNITUDE) < D::NON_FINITE;
+                const double x = D::load(finite ? word : typename D::Word(0));
+                signal += x * x;
+                non_finite += !finite;
+            }
+        double *out = job.report + task * 3;
+        out[0] = signal, out[1] = 0, out[2] = double(non_finite);
+    }
+}
+
+}  // namespace
+
+#define EXPORT(name, D)                                                    \
+    extern "C" void compress_##name(const Job *job) { compress<D>(*job); } \
+    extern "C" void restore_##name(const Job *job) { restore<D>(*job); }   \
+    extern "C" void measure_##name(const Job *job) { measure<D>(*job); }
+
+EXPORT(float32, Float32)
+EXPORT(bfloat16, BFloat16)
+EXPORT(float16, Float16)

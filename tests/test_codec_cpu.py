@@ -1,0 +1,71 @@
+"""The fused CPU codecs: the contract, compiled and not, on one thread and on several."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+import torch
+from codec_contract import CodecContract
+
+from mamba_checkpoint_cache.codec import cpu
+from mamba_checkpoint_cache.codec.cpu import CpuInt8Codec, CpuNoneCodec
+from mamba_checkpoint_cache.codec.cpu_build import load_kernels
+from mamba_checkpoint_cache.codec.reference import Int8Codec, NoneCodec
+from mamba_checkpoint_cache.state import StateSpec
+
+
+class TestInt8(CodecContract):
+    codec, reference = CpuInt8Codec(), Int8Codec()
+
+
+class TestNone(CodecContract):
+    codec, reference = CpuNoneCodec(), NoneCodec()
+
+
+class TestInt8OnThreads(CodecContract):
+    codec, reference = CpuInt8Codec(), Int8Codec()
+    sizes = ((40, 24),)
+
+    @pytest.fixture(autouse=True)
+    def threads(self) -> Iterator[None]:
+        torch.set_num_threads(3)
+        yield
+        torch.set_num_threads(1)
+
+
+class TestWithoutKernels(CodecContract):
+    """Where nothing can be compiled, the reference does the work."""
+
+    codec, reference = CpuInt8Codec(), Int8Codec()
+    sizes = ((9, 7),)
+
+    @pytest.fixture(autouse=True)
+    def no_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cpu, "load_kernels", lambda: None)
+
+
+class TestNoneWithoutKernels(TestWithoutKernels):
+    codec, reference = CpuNoneCodec(), NoneCodec()
+
+
+def test_the_kernels_are_compiled_here() -> None:
+    """The contract above tests compiled code, not the fallback."""
+    assert load_kernels() is not None
+
+
+def test_the_compiled_code_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused codec never goes through the reference when the kernels are there."""
+    monkeypatch.setattr(Int8Codec, "_encode", None)
+    monkeypatch.setattr(Int8Codec, "_decode", None)
+    spec = StateSpec(1, 1, 8, 8)
+    stored = CpuInt8Codec().allocate(spec, 1, torch.device("cpu"))
+
+    CpuInt8Codec().compress(torch.ones(1, 1, 1, 8, 8), [0], stored, [0])
+    CpuInt8Codec().restore(stored, [0], torch.ones(1, 1, 1, 8, 8), [0])
+
+
+def test_other_python_threads_run_meanwhile() -> None:
+    """The kernels are called without the interpreter's lock, which ``ctypes.PyDLL`` would keep."""
+    assert not isinstance(load_kernels(), ctypes.PyDLL)
