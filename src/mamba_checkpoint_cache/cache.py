@@ -114,7 +114,6 @@ class PrefixCache:
         self._tree.lease(node)
         if checkpoint is not None:
             self._tree.lock_checkpoint(node)
-            self._tree.touch(node)
         self._leases.add(match)
         return match
 

@@ -74,9 +74,10 @@ class PrefixTree:
         self._settle_down(node)
 
     def lock_checkpoint(self, node: Node) -> None:
-        """Keep the checkpoint on ``node`` until it is unlocked."""
+        """Keep the checkpoint on a leased ``node`` until it is unlocked; that makes it, and no other, the most recently used."""
+        self._now += 1
+        node.last_use = self._now
         self.checkpoints.lock(node)
-        self.kv.leaves.discard(node)
 
     def unlock_checkpoint(self, node: Node) -> Checkpoint | None:
         """Undo one :meth:`lock_checkpoint`. Returns the checkpoint if that was the last use of one in quarantine."""

@@ -1,0 +1,1 @@
+"""Measurements: the codec, the tree, and how many prefixes a pool keeps reusable."""
