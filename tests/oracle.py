@@ -272,7 +272,7 @@ class Oracle:
         return outcome != "all_locked"
 
     def _thin_out(self, tail: Tokens) -> None:
-        """A path over its cap gives up the one between the closest neighbours; never one of the last two, a fork or a locked one."""
+        """A path over its cap gives up the one between the closest neighbours; never the last two, a fork or a locked one."""
         path = [prefix for prefix in reversed(list(self.prefixes(tail))) if prefix in self.checkpoints]
         if len(path) <= self.path_cap:
             return
