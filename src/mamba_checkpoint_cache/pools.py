@@ -159,13 +159,13 @@ class Report:
         """Read the report; waits for the one event behind it."""
         if self._event is not None:
             self._event.synchronize()
-        signal, error, non_finite = (self._energies[..., i] for i in (SIGNAL_ENERGY, ERROR_ENERGY, NON_FINITE))
-        heads = torch.where(error > 0, error / signal, error)
-        total = float(error.sum())
+        totals = self._energies.flatten(0, -2).sum(0).tolist()
+        heads = self._energies[..., ERROR_ENERGY] / self._energies[..., SIGNAL_ENERGY]
+        error = totals[ERROR_ENERGY]
         return Verdict(
-            finite=not non_finite.any().item(),
-            relative_error=math.sqrt(total / float(signal.sum())) if total > 0 else 0.0,
-            worst_head=math.sqrt(float(heads.max())),
+            finite=totals[NON_FINITE] == 0,
+            relative_error=math.sqrt(error / totals[SIGNAL_ENERGY]) if error else 0.0,
+            worst_head=math.sqrt(float(heads.nan_to_num_(0.0).max())),  # 0/0: a head of zeros has no error
         )
 
 
