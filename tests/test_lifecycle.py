@@ -131,6 +131,22 @@ def test_poison_that_nobody_stands_on_is_gone_at_once():
     assert len(kv.free_ids) == kv.size
 
 
+def test_a_commit_without_the_lease_takes_no_quarantined_kv():
+    """The request's own KV is the tree's already, and poisoned: it cannot be brought in a second time."""
+    kv = KvSlots()
+    cache = late_cache(kv=kv)
+    request = Request(cache, [1, 2, 3, 4], kv)
+    poisoned(request, 2)
+
+    result = request.commit(3, 1.0, lease=False)
+
+    assert result.reason == "non_finite"
+    cache.check()
+    request.owned = 2
+    request.finish()
+    assert len(kv.free_ids) == kv.size
+
+
 def test_a_running_request_outlives_the_poison_it_stands_on():
     """Its node leaves the tree at once and its KV only with the lease; later commits store nothing and take no KV."""
     kv = KvSlots()

@@ -69,15 +69,17 @@ def tensors_of(serial: int) -> dict[str, torch.Tensor]:
 
 
 class KvSlots:
-    """The engine's KV slots, and for which tokens each was computed. Refuses back what is free already."""
+    """The engine's KV slots, for which tokens each was computed, and which by a poisoned run. Refuses back what is free."""
 
     def __init__(self) -> None:
         self.idle = set(range(KV_SLOTS))
         self.computed: dict[int, Tokens] = {}
+        self.suspect: set[int] = set()
 
     def take(self, prefixes: Iterable[Tokens]) -> list[int]:
         taken = {self.idle.pop(): prefix for prefix in prefixes}
         self.computed |= taken
+        self.suspect -= set(taken)
         return list(taken)
 
     def free(self, ids: array[int]) -> None:
@@ -187,15 +189,13 @@ class Safe:
     def __init__(self, cache: PrefixCache, kv_slots: KvSlots | None, telemetry: Telemetry, page: int) -> None:
         self.cache, self.kv_slots, self.telemetry, self.page = cache, kv_slots, telemetry, page
         self.stored: defaultdict[Tokens, list[Content]] = defaultdict(list)
-        self.suspect: set[tuple[int, Tokens]] = set()
 
     def matched(self, tokens: Tokens, match: Match) -> None:
         assert match.depth <= match.matched
         assert match.depth in range(0, max(1, len(tokens)), self.page)
         assert match.depth == 0 or self.stored[tokens[: match.depth]]
         assert len(match.kv) == (match.depth if self.kv_slots else 0)
-        if self.kv_slots:
-            assert not self.suspect & {(kv, self.kv_slots.computed[kv]) for kv in match.kv}, f"{tokens}: KV of a poisoned commit"
+        assert not self.kv_slots or not self.kv_slots.suspect & set(match.kv), f"{tokens}: KV of a poisoned commit"
 
     def allocated(self, slot: ActiveSlot | None) -> None:
         pass
@@ -213,8 +213,7 @@ class Safe:
             content = Content(request.content.serial, request.content.trips + self.cache.checkpoints.codec.lossy)
             self.stored[request.tokens[: result.depth]].append(content)
         if isinstance(result, Stored) and not request.finite and self.kv_slots:
-            fresh = [kv for i, kv in enumerate(result.kv) if i >= request.shared and kv == request.kv[i]]
-            self.suspect |= {(kv, self.kv_slots.computed[kv]) for kv in fresh}
+            self.kv_slots.suspect |= {kv for i, kv in enumerate(result.kv) if i >= request.shared and kv == request.kv[i]}
 
     def freed(self, slot: ActiveSlot) -> None:
         pass

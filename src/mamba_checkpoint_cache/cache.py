@@ -34,11 +34,6 @@ class _Offer:
     lease: Match | None
     ready: torch.cuda.Event | None
 
-    @property
-    def poisoned(self) -> bool:
-        """Whether what this request builds on was found not to be finite."""
-        return self.lease is not None and self.lease.node.quarantined
-
 
 class PrefixCache:
     """Checkpoints of recurrent states by token prefix, and the KV slots of the same tokens.
@@ -218,7 +213,7 @@ class PrefixCache:
             return self._skip("too_short", offer)
         key = pack_tokens(offer.tokens, aligned)
         walk = self._walk(key, beyond=offer.lease.node.depth if offer.lease else 0)
-        if offer.poisoned:
+        if self._tree.is_quarantined(offer.kv):
             return self._skip("non_finite", offer)
         if aligned != offer.depth:
             return self._skip("unaligned", offer, key)
@@ -231,7 +226,7 @@ class PrefixCache:
         slot = self._lifecycle.reserve()
         if isinstance(slot, str):
             return self._skip(slot, offer, key)
-        if offer.poisoned:  # found out while the reservation read what was pending
+        if self._tree.is_quarantined(offer.kv):  # found out while the reservation read what was pending
             self._lifecycle.free(slot, "aborted")
             return self._skip("non_finite", offer)
         report = self._lifecycle.write(self.active, offer.source, slot, offer.ready)
@@ -320,7 +315,7 @@ class PrefixCache:
     def _drop_checkpoint_lock(self, match: Match) -> None:
         if match.restorable:
             match.restorable = False
-            self._lifecycle.unlock(match.node)
+            self._tree.unlock_checkpoint(match.node)
 
     def _snapshot(self) -> PoolsSnapshot:
         info = {

@@ -127,7 +127,7 @@ class CheckpointLifecycle:
             if finite:
                 self._tree.publish(node)
             else:
-                self._discard(node, checkpoint.fresh_from)
+                self._discard(node, checkpoint)
 
     def settle_all(self) -> bool:
         """Read every pending report. Whether any there were."""
@@ -162,12 +162,6 @@ class CheckpointLifecycle:
                 operation.set(pool="checkpoint", reason="flush", forced=False, depth=checkpoint.depth)
         return len(checkpoints), tokens
 
-    def unlock(self, node: Node) -> None:
-        """Let the checkpoint on ``node`` be evicted again, as far as this user of it is concerned."""
-        checkpoint = self._tree.unlock_checkpoint(node)
-        if checkpoint is not None:
-            self.free(checkpoint.slot, "non_finite")
-
     def free(self, slot: CheckpointSlot, reason: FreeReason) -> None:
         """Give back a slot: the one way in which a checkpoint slot becomes free."""
         with self._telemetry.operation("free") as operation:
@@ -182,9 +176,10 @@ class CheckpointLifecycle:
         if pending != set(self._pending) or len(pending) != len(self._pending):
             raise InvariantError(f"{len(pending)} pending checkpoints in the tree, {len(self._pending)} in the queue")
 
-    def _discard(self, node: Node, fresh_from: int) -> None:
-        for checkpoint in self._tree.discard(node, fresh_from):
-            checkpoint.report = None
+    def _discard(self, node: Node, poisoned: Checkpoint) -> None:
+        for checkpoint in self._tree.discard(node, poisoned.fresh_from):
+            if checkpoint.report is not None and checkpoint is not poisoned:
+                self._telemetry.compression("rejected")  # its report will never be read
             self.free(checkpoint.slot, "non_finite")
         self._pending = deque(left for left in self._pending if left.checkpoint is not None)
 

@@ -56,6 +56,10 @@ class PrefixTree:
             step = step.parent
         return array("i", b"".join(parts[::-1]))
 
+    def is_quarantined(self, kv: array[int]) -> bool:
+        """Whether any of these KV slots is the tree's already, with content that may be poisoned."""
+        return bool(self.quarantined) and not {i for node in self.quarantined for i in node.kv}.isdisjoint(kv)
+
     def touch(self, node: Node) -> None:
         """Make ``node``, and no other, the most recently used."""
         self._now += 1
@@ -79,13 +83,10 @@ class PrefixTree:
         node.last_use = self._now
         self.checkpoints.lock(node)
 
-    def unlock_checkpoint(self, node: Node) -> Checkpoint | None:
-        """Undo one :meth:`lock_checkpoint`. Returns the checkpoint if that was the last use of one in quarantine."""
+    def unlock_checkpoint(self, node: Node) -> None:
+        """Undo one :meth:`lock_checkpoint`."""
         self.checkpoints.unlock(node)
-        last_use = node.quarantined and node.checkpoint is not None and not node.checkpoint.locks
-        checkpoint = self.checkpoints.detach(node) if last_use else None
         self._settle_down(node)
-        return checkpoint
 
     def publish(self, node: Node) -> None:
         """The pending checkpoint on ``node`` was found good."""
@@ -123,7 +124,7 @@ class PrefixTree:
         self.quarantined.update(members)
         for member in members:
             member.quarantined = True
-            if member.checkpoint is not None and not member.checkpoint.locks:
+            if member.checkpoint is not None:
                 taken.append(self.checkpoints.detach(member))
         for member in reversed(members):
             if member in self.quarantined:  # else it went with a child
