@@ -139,7 +139,8 @@ def test_a_file_that_can_not_be_written_is_said(tmp_path: Path, capsys: Captured
 
 @pytest.mark.parametrize("command", ["serve", "demo"])
 def test_serving_commands_build_their_options(command: str, implementation: list[tuple[object, ...]]) -> None:
-    """Every option of the command line arrives in ServeOptions, and the defaults are those of ServeOptions."""
+    """Every option of the command line arrives in ServeOptions; the defaults are its own. Only a server has an address."""
+    address = {"host": "0.0.0.0", "port": 0} if command == "serve" else {}
     options = ServeOptions(
         model="some/model",
         codec="none",
@@ -147,13 +148,13 @@ def test_serving_commands_build_their_options(command: str, implementation: list
         active_slots=3,
         page_size=16,
         chunk=32,
-        host="0.0.0.0",
-        port=0,
         threads=2,
+        **address,
     )
-    argv = "--model some/model --codec none --checkpoint-memory 512MiB --active-slots 3 --page-size 16 --chunk 32 --host 0.0.0.0"
+    argv = "--model some/model --codec none --checkpoint-memory 512MiB --active-slots 3 --page-size 16 --chunk 32 --threads 2"
+    argv += "".join(f" --{name} {value}" for name, value in address.items())
 
-    assert cli.main([command, *argv.split(), "--port", "0", "--threads", "2"]) == 0
+    assert cli.main([command, *argv.split()]) == 0
     assert cli.main([command]) == 0
     assert cli.main([command, "--checkpoint-slots", "7"]) == 0
 

@@ -105,7 +105,7 @@ def _implementation(module: str, function: str, *arguments: object, **options: o
 
 
 def _serve_options(args: argparse.Namespace) -> ServeOptions:
-    return ServeOptions(**{name: getattr(args, name) for name in ServeOptions.__dataclass_fields__})
+    return ServeOptions(**{name: getattr(args, name) for name in ServeOptions.__dataclass_fields__ if hasattr(args, name)})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description=description)
     parser.add_argument("--version", action="version", version=version(PROGRAM))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_serving(_add_command(commands, "serve", _serve, tables.rows_table, "serve a hybrid model over HTTP"))
+    serve = _add_command(commands, "serve", _serve, tables.rows_table, "serve a hybrid model over HTTP")
+    _add_serving(serve)
+    _add_address(serve)
     _add_serving(
         _add_command(commands, "demo", _demo, tables.demo_table, "serve, replay a workload of shared prefixes, and report")
     )
@@ -161,7 +163,6 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
         "active_slots": "requests that run at a time",
         "page_size": "tokens of a KV page; checkpoint depths are multiples of it",
         "chunk": "tokens of one prefill step",
-        "port": "port to listen on; 0 for any free one",
     }.items():
         command.add_argument(
             f"--{name.replace('_', '-')}",
@@ -170,8 +171,15 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
             default=getattr(defaults, name),
             help=f"{text} (default: %(default)s)",
         )
-    command.add_argument("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
     command.add_argument("--threads", metavar="N", type=int, help="torch threads (default: torch's own choice)")
+
+
+def _add_address(command: argparse.ArgumentParser) -> None:
+    defaults = ServeOptions()
+    command.add_argument("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
+    command.add_argument(
+        "--port", metavar="N", type=int, default=defaults.port, help="port; 0 for any free one (default: %(default)s)"
+    )
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:

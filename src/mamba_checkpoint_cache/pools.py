@@ -172,7 +172,8 @@ class Report:
 class CheckpointPool:
     """Compressed states: what ``codec`` makes of a state, and its side state as it is.
 
-    Takes ``(slots + 1) * bytes_per_slot`` bytes on ``device``, all at construction; row 0 is padding.
+    Takes ``(slots + 1) * bytes_per_slot`` bytes on ``device``, all at construction; row 0 is padding. ``fingerprint`` names
+    spec and codec: bytes of pools with different fingerprints must not be mixed.
 
     Raises:
         ValueError: if ``codec`` is unknown, or the device cannot hold the pool.
@@ -183,6 +184,7 @@ class CheckpointPool:
         self.spec = spec
         self.slots = SlotAllocator("checkpoint", slots, CheckpointSlot)
         self.codec = get_codec(codec, device) if isinstance(codec, str) else codec
+        self.fingerprint = f"{spec.fingerprint}-{self.codec.name}"
         self.bytes_per_slot = self.bytes_per_slot_for(spec, self.codec)
         _require_memory("checkpoint", self.bytes_per_slot * (slots + 1), slots, self.bytes_per_slot, device)
         self.device = device
@@ -199,11 +201,6 @@ class CheckpointPool:
     def slots_for(cls, spec: StateSpec, codec: str | Codec, memory_bytes: int) -> int:
         """The most slots whose pool, padding row included, fits ``memory_bytes``; 0 or less if not even one does."""
         return memory_bytes // cls.bytes_per_slot_for(spec, codec) - 1
-
-    @property
-    def fingerprint(self) -> str:
-        """Names spec and codec: bytes of pools with different fingerprints must not be mixed."""
-        return f"{self.spec.fingerprint}-{self.codec.name}"
 
     def compress(self, source: ActivePool, source_slot: ActiveSlot, slot: CheckpointSlot) -> Report:
         """Write the state in ``source_slot`` to a reserved slot, in stream order."""

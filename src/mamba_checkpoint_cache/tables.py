@@ -41,7 +41,7 @@ def demo_table(result: Result) -> str:
         ("evictions", _counts(result["evictions"])),
         ("memory", f"{size(stored['occupied'])} occupied, {size(stored['native_equivalent'])} native"),
         ("  saved", size(stored["saved"])),
-        ("state error", f"p50 {_number(error['p50'])}, p95 {_number(error['p95'])}, max {_number(error['max'])} (relative)"),
+        ("state error", f"p50 {_number(error['p50'])}, p95 {_number(error['p95'])}, max ≤ {_number(error['max'])} (relative)"),
         ("latency", f"hit p50 {_number(latency['hit_p50'])} ms, miss p50 {_number(latency['miss_p50'])} ms"),
     ]
     equal = result["equal_memory"]
