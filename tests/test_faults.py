@@ -537,7 +537,7 @@ def test_fault_16_states_of_another_kind():
     serve(cache, tokens, 4)
     match, slot = cache.match_prefix(tokens), cache.active.allocate()
     fill(cache, slot, 9.0)
-    cache.checkpoints.codec = CODECS["int8"]()
+    match.node.checkpoint.fingerprint = CheckpointPool(SPEC, 1, codec=CODECS["int8"]()).fingerprint
 
     with pytest.raises(InvariantError, match="in a pool of"):
         cache.restore(match, slot)
