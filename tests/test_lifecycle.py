@@ -217,6 +217,20 @@ def test_unread_reports_are_bounded():
     assert cache.checkpoints.slots.counts.reserved == MAX_PENDING
 
 
+def test_the_oldest_report_is_read_before_a_commit_builds_on_it():
+    """The request whose poison comes to light then stores nothing on top, with its lease or without."""
+    for lease in (True, False):
+        kv = KvSlots()
+        cache = late_cache(slots=MAX_PENDING + 5, kv=kv)
+        request = Request(cache, [0, 1, 2], kv)
+        poisoned(request, 1)
+        for prompt in range(1, MAX_PENDING):
+            serve(cache, [prompt, 1, 2], 2, kv=kv)
+
+        assert request.commit(2, 1.0, lease=lease).reason == "non_finite"
+        cache.check()
+
+
 def test_agreement_is_asked_in_the_order_of_commits():
     """A collective must meet the same question on all ranks."""
     asked = []

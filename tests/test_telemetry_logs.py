@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -13,13 +12,6 @@ from telemetry_fakes import Clock
 
 from mamba_checkpoint_cache.telemetry.catalogue import SLOTS_EXHAUSTED, STATE_NON_FINITE
 from mamba_checkpoint_cache.telemetry.logs import Logs
-
-
-@pytest.fixture(autouse=True)
-def unconfigured() -> Iterator[None]:
-    structlog.reset_defaults()
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture

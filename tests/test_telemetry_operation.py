@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextvars import copy_context
 
 import pytest
@@ -20,13 +19,6 @@ from telemetry_fakes import Clock, value
 
 from mamba_checkpoint_cache.telemetry import Telemetry
 from mamba_checkpoint_cache.telemetry.catalogue import OPERATIONS
-
-
-@pytest.fixture(autouse=True)
-def unconfigured() -> Iterator[None]:
-    structlog.reset_defaults()
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture

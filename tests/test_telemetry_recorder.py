@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-import structlog
 import torch
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -61,13 +60,6 @@ CALLS: dict[str, tuple[Callable[[Telemetry], object], Changes]] = {
         {"evictions_total checkpoint path_cap yes": 1},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def unconfigured() -> Iterator[None]:
-    structlog.reset_defaults()
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture

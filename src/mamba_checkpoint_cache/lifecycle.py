@@ -40,6 +40,8 @@ class CheckpointLifecycle:
 
     def reserve(self) -> CheckpointSlot | Shortage:
         """A free slot, if need be after evicting the least recently used checkpoint; else the kind of shortage."""
+        if len(self._pending) >= MAX_PENDING:
+            self.settle([self._pending[0]])
         with self._telemetry.operation("alloc") as operation:
             outcome: AllocationOutcome = "ok"
             slot = self._pool.slots.reserve()
@@ -97,8 +99,6 @@ class CheckpointLifecycle:
             return
         self._tree.kv.watch(node)
         self._pending.append(node)
-        if len(self._pending) > MAX_PENDING:
-            self.settle([self._pending[0]])
 
     def settle_path(self, node: Node, beyond: int) -> bool:
         """Read the pending reports on the path to ``node`` deeper than ``beyond``.
