@@ -89,8 +89,7 @@ async def unless_disconnected(request: HttpRequest, work: Awaitable[T]) -> T | N
     finally:
         for task in (worker, watcher):
             task.cancel()
-        with suppress(asyncio.CancelledError):
-            await watcher
+        await asyncio.gather(worker, watcher, return_exceptions=True)  # the caller may close what the worker has just left
 
 
 async def _disconnected(request: HttpRequest) -> None:
