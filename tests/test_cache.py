@@ -146,7 +146,7 @@ def test_a_long_path_thins_itself_out_and_leaves_the_others_alone():
     """The cap drops interior checkpoints; never the tail, a fork, or another path's."""
     cache = make_cache(slots=12, policy=CheckpointPolicy(max_per_path=4))
     serve(cache, [7, 7, 7], 2)
-    serve(cache, [1] * 10 + [2, 2], 10, 11)
+    serve(cache, [1] * 10 + [2, 2], 8, 10, 11)
     serve(cache, [1] * 10 + [3] * 20, *range(12, 30, 2))
 
     depths = sorted(
@@ -227,6 +227,16 @@ def test_one_restore_per_lease():
         cache.restore(request.match, request.slot)
 
 
+def test_a_miss_starts_from_the_state_of_an_empty_sequence():
+    """Nothing of whoever had the slot before is left in it."""
+    cache = make_cache(active=1)
+    serve(cache, [1, 2, 3], 2, value=7.0)
+
+    request = Request(cache, [9, 9])
+
+    assert (content(cache, request.slot), cache.active.depth(request.slot)) == (0.0, 0)
+
+
 def test_a_released_or_foreign_lease_is_refused():
     """By every call that takes one, and nothing changes."""
     cache, other = make_cache(), make_cache()
@@ -245,8 +255,8 @@ def test_a_released_or_foreign_lease_is_refused():
 
 
 def test_the_ring_names_the_checkpoint_by_the_true_depth_of_the_state():
-    """ReplaySSM: three tokens run, two of them in the state; restored, the ring is empty."""
-    cache = make_cache()
+    """ReplaySSM: four tokens run, two of them in the state; restored into the very same slot, the ring is empty."""
+    cache = make_cache(active=1)
     request = Request(cache, [1, 2, 3, 4, 5])
     cache.active.advance(request.slot, depth=4, ring=2)
     result = cache.commit(request.tokens, depth=4, source=request.slot, lease=request.match)
@@ -301,6 +311,7 @@ def test_a_restore_that_fails_leaves_the_slot_undefined():
     cache = make_cache()
     serve(cache, [1, 2, 3], 2)
     match, slot = cache.match_prefix([1, 2, 3]), cache.active.allocate()
+    cache.restore(cache.match_prefix([9, 9]), slot)
     cache.checkpoints.restore = lambda *args: (_ for _ in ()).throw(RuntimeError("device lost"))
 
     with pytest.raises(RuntimeError, match="device lost"):

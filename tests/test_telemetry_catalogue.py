@@ -23,7 +23,7 @@ GOLDEN = [
     (
         "mamba_checkpoint_slot_frees_total",
         "counter",
-        {"pool": POOLS, "reason": ("released", "donated", "evicted", "duplicate", "non_finite", "aborted", "flushed")},
+        {"pool": POOLS, "reason": ("released", "donated", "evicted", "non_finite", "aborted", "flushed")},
     ),
     ("mamba_checkpoint_compressions_total", "counter", {"outcome": ("stored", "non_finite", "rejected")}),
     ("mamba_checkpoint_restores_total", "counter", {"outcome": ("restored", "zeroed")}),
