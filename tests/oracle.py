@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Tokens = tuple[int, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Checkpoint:
     """What is stored for a prefix: which content, the lossy round trips behind it, and how many leases hold it."""
 
@@ -34,15 +34,18 @@ class Active:
     hops: int = 0
     content: Hashable = None
     finite: bool = True
+    epoch: int = 0
 
 
 @dataclass(eq=False)
 class Lease:
-    """What a match holds: the KV of ``path`` until it is released, and ``checkpoint`` until it is restored or the lease moves."""
+    """What a match holds: the KV of ``path`` in ``pages`` until it is released, and ``checkpoint`` until restored or moved."""
 
     depth: int
     path: Tokens
     checkpoint: Checkpoint | None
+    epoch: int
+    pages: dict[Tokens, list[int]]
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,51 @@ class Outcome:
     kv: list[int]
 
 
+@dataclass
+class Guard:
+    """The drift guard as it must behave: its rules over ``since``, all that it has heard since its mode changed last."""
+
+    window: int
+    checks: int
+    recover_after: int
+    degraded: str
+    mode: str = "normal"
+    proven: bool = True
+    failed_on: str | None = None
+    wait: int = 0
+    since: list[tuple[str, bool]] = field(default_factory=list)
+
+    def hear(self, kind: str, good: bool = True) -> str | None:
+        """A compression, a check, a trial or a commit. Returns the new mode if it changes."""
+        self.since.append((kind, good))
+        size = {"compression": self.window, "check": self.checks}.get(kind)
+        if self.mode == "normal" and size:
+            last = [g for k, g in self.since if k == kind][-size:]
+            if len(last) == size and last.count(False) >= last.count(True):
+                self.wait = self.recover_after if self.proven else min(2 * self.wait, 64 * self.recover_after)
+                self.failed_on = kind
+                return self._change(self.degraded)
+            self.proven = self.proven or (len(last) == size and kind == self.failed_on and self.commits >= self.recover_after)
+        elif self.mode != "normal" and kind == "commit" and self.commits >= self.wait:
+            trials = [g for k, g in self.since if k == "trial"][-self.window :]
+            if len(trials) == self.window and all(trials):
+                self.proven = False
+                return self._change("normal")
+        return None
+
+    @property
+    def commits(self) -> int:
+        return sum(kind == "commit" for kind, _ in self.since)
+
+    @property
+    def trial_due(self) -> bool:
+        return self.mode != "normal" and self.commits % max(1, (self.recover_after - 1) // (self.window + 1)) == 0
+
+    def _change(self, mode: str) -> str:
+        self.mode, self.since = mode, []
+        return mode
+
+
 class Oracle:
     """The cache as it must behave. ``counts`` has what its counters must read, by metric and label values in their order."""
 
@@ -80,10 +128,20 @@ class Oracle:
         lossy: bool,
         path_cap: int | None = None,
         min_tokens: int = 1,
+        max_hops: int | None = None,
+        native: int = 0,
+        guard: Guard | None = None,
     ) -> None:
+        """``native`` slots are what the pool has when it holds native states."""
         self.active_capacity, self.capacity = active, checkpoints
         self.page, self.has_kv, self.lossy, self.min_tokens = page, has_kv, lossy, min_tokens
-        self.path_cap = path_cap or max(2, checkpoints // 2)
+        self.given_path_cap, self.max_hops = path_cap, max_hops
+        self.guard, self.followed, self.laid_out, self.epoch = guard, "normal", True, 0
+        self.layouts = {"normal": (checkpoints, lossy), "stopped": (checkpoints, lossy), "native": (native, False)}
+        self.unread: bool | None = None
+        self.faded = False
+        self.past: list[dict[Tokens, list[int]]] = []
+        self.orphans: list[Checkpoint] = []
         self.active: dict[Hashable, Active] = {}
         self.pages: dict[Tokens, list[int]] = {}
         self.checkpoints: dict[Tokens, Checkpoint] = {}
@@ -102,21 +160,36 @@ class Oracle:
         """The prefixes of ``tokens`` in whole pages, longest first, the empty one left out."""
         return (tokens[:n] for n in range(self.floor(len(tokens)), 0, -self.page))
 
-    def kv_of(self, prefix: Tokens) -> list[int]:
-        return [kv for part in reversed(list(self.prefixes(prefix))) for kv in self.pages[part]]
+    @property
+    def path_cap(self) -> int:
+        return self.given_path_cap or max(2, self.capacity // 2)
+
+    def is_worn(self, checkpoint: Checkpoint) -> bool:
+        return self.max_hops is not None and checkpoint.hops >= self.max_hops
+
+    def kv_of(self, prefix: Tokens, pages: dict[Tokens, list[int]] | None = None) -> list[int]:
+        pages = self.pages if pages is None else pages
+        return [kv for part in reversed(list(self.prefixes(prefix))) for kv in pages[part]]
+
+    def tree_kv(self) -> list[int]:
+        """Every KV slot that is the tree's, also those that only leases of before a change still hold."""
+        return [kv for pages in (self.pages, *self.past) for page in pages.values() for kv in page]
 
     def next_pages(self, prefix: Tokens) -> set[Tokens]:
         return {other for other in self.pages if len(other) == len(prefix) + self.page and other[: len(prefix)] == prefix}
 
     def leads_nowhere(self, prefix: Tokens) -> bool:
         """Nothing continues ``prefix``, and no checkpoint or lease ends there."""
-        return not (prefix in self.checkpoints or self.next_pages(prefix) or any(lease.path == prefix for lease in self.leases))
+        return not (prefix in self.checkpoints or self.next_pages(prefix) or self.is_leased(prefix))
+
+    def is_leased(self, prefix: Tokens) -> bool:
+        return any(lease.path == prefix for lease in self.leases if lease.pages is self.pages)
 
     def slots(self) -> dict[str, dict[str, int]]:
         """The slots of each pool by state."""
         written = sum(slot.restored for slot in self.active.values())
-        locked = sum(checkpoint.locks > 0 for checkpoint in self.checkpoints.values())
-        used = len(self.active), len(self.checkpoints)
+        locked = sum(checkpoint.locks > 0 for checkpoint in self.checkpoints.values()) + len(self.orphans)
+        used = len(self.active), len(self.checkpoints) + len(self.orphans)
         return {
             "active": {"free": self.active_capacity - used[0], "reserved": used[0] - written, "evictable": 0, "locked": written},
             "checkpoint": {"free": self.capacity - used[1], "reserved": 0, "evictable": used[1] - locked, "locked": locked},
@@ -124,17 +197,44 @@ class Oracle:
 
     # What the engine calls
 
+    def follow(self) -> None:
+        """Before a match or a commit, and after a flush: what a change of the guard's mode leads to."""
+        if self.guard and self.guard.mode != self.followed:
+            self.followed, self.laid_out = self.guard.mode, False
+            self.epoch += 1
+            self.orphans += [checkpoint for checkpoint in self.checkpoints.values() if checkpoint.locks]
+            for prefix in [prefix for prefix, checkpoint in self.checkpoints.items() if not checkpoint.locks]:
+                self._drop(prefix, "guard", "evicted")
+            self.past.append(self.pages)
+            self.pages, self.checkpoints, self.recency = {}, {}, []
+            self.evicted_here, self.evicted_whole = set(), set()
+            self._forget_the_past()
+        if not self.laid_out and not self.orphans:
+            self.capacity, self.lossy = self.layouts[self.followed]
+            self.laid_out = True
+
+    def check(self, good: bool) -> None:
+        """A logit check ended."""
+        self._count("drift_checks_total", "ok" if good else "over_budget")
+        self._count("top1_agreement_total", "yes" if good else "no")
+        self._hear("check", good)
+
     def match(self, tokens: Tokens) -> tuple[Lookup, Lease]:
+        self.follow()
         limit = self.floor(max(0, len(tokens) - 1))
         matched = max((len(prefix) for prefix in self.prefixes(tokens) if prefix in self.pages), default=0)
-        path = next((prefix for prefix in self.prefixes(tokens[:limit]) if prefix in self.checkpoints), ())
-        checkpoint, misses = self.checkpoints.get(path), self._misses(tokens, len(path), matched, limit)
+        held = [prefix for prefix in self.prefixes(tokens[:limit]) if prefix in self.checkpoints]
+        worn = bool(held) and self.is_worn(self.checkpoints[held[0]])
+        path = next((prefix for prefix in held if not worn or self.checkpoints[prefix].hops == 0), ())
+        checkpoint = self.checkpoints.get(path)
+        misses = {"hop_cap"} if worn else self._misses(tokens, len(path), matched, limit)
         known = min(matched, limit)
-        branch = known if known - len(path) >= self.min_tokens else None
+        worthwhile = len(held[0]) if worn else known
+        branch = worthwhile if worthwhile - len(path) >= self.min_tokens else None
         if checkpoint:
             checkpoint.locks += 1
             self._touch(path)
-        lease = Lease(len(path), path, checkpoint)
+        lease = Lease(len(path), path, checkpoint, self.epoch, self.pages)
         self.leases.append(lease)
         self._count("lookups_total", "hit" if path else "miss")
         self._count("tokens_total", "prompt", by=len(tokens))
@@ -152,7 +252,8 @@ class Oracle:
     def restore(self, lease: Lease, slot: Hashable) -> Hashable:
         """Returns the content that the slot must have now; None for the empty sequence."""
         source = lease.checkpoint
-        self.active[slot] = Active(True, lease.depth, 0, source.hops if source else 0, source.content if source else None)
+        hops, content = (source.hops, source.content) if source else (0, None)
+        self.active[slot] = Active(True, lease.depth, 0, hops, content, epoch=lease.epoch)
         if source:
             source.reused = True
         self._drop_checkpoint(lease)
@@ -164,9 +265,20 @@ class Oracle:
         state.depth, state.ring, state.content, state.finite = depth, ring, content, finite
 
     def commit(
-        self, tokens: Tokens, depth: int, slot: Hashable, kv: list[int], lease: Lease | None, stored: Hashable, *, donate: bool
+        self,
+        tokens: Tokens,
+        depth: int,
+        slot: Hashable,
+        kv: list[int],
+        lease: Lease | None,
+        stored: Hashable,
+        *,
+        donate: bool,
+        faded: bool = False,
     ) -> Outcome:
-        """``stored`` is the content that a checkpoint made of the slot now would have."""
+        """``stored`` is the content that a checkpoint made of the slot now would have; ``faded``: the lossy codec is bad."""
+        self.follow()
+        self.faded = faded
         outcome = self._commit(tokens, depth, self.active[slot], kv, lease, stored)
         if donate:
             self.free(slot, "donated")
@@ -179,6 +291,7 @@ class Oracle:
         self._drop_checkpoint(lease)
         self.leases.remove(lease)
         self._prune()
+        self._forget_the_past()
 
     def free(self, slot: Hashable, reason: str = "released") -> None:
         del self.active[slot]
@@ -203,6 +316,7 @@ class Oracle:
             if self.leads_nowhere(prefix):
                 tokens += self._remove(prefix)
         self.evicted_whole.clear()
+        self.follow()
         return len(idle), tokens
 
     # How it decides
@@ -230,18 +344,26 @@ class Oracle:
             return self._skip("depth_mismatch", true_depth, lease)
         if true_depth < self.min_tokens or not prefix:
             return self._skip("too_short", true_depth, lease)
+        self._offered(state.finite)
+        if state.epoch != self.epoch or not self.laid_out or self.followed == "stopped":
+            return self._skip("degraded", true_depth, lease)
         if len(prefix) != true_depth:
             return self._skip("unaligned", true_depth, lease, prefix, kv)
-        if prefix in self.checkpoints:
+        hops, there = state.hops + self.lossy, self.checkpoints.get(prefix)
+        if there and not (self.is_worn(there) and hops < there.hops):
             return Outcome("duplicate", None, true_depth, self._adopt(prefix, kv, lease))
         if not self._make_room():
             return self._skip("all_locked", true_depth, lease, prefix, kv)
         self._count("compressions_total", "stored" if state.finite else "non_finite")
+        if self.followed == "normal":
+            self._hear("compression", state.finite and not (self.faded and self.lossy))
         if not state.finite:
             self._count("slot_frees_total", "checkpoint", "non_finite")
             return self._skip("non_finite", true_depth, lease)
         owned = self._adopt(prefix, kv, lease)
-        self.checkpoints[prefix] = Checkpoint(stored, state.hops + self.lossy)
+        if prefix in self.checkpoints:
+            self._drop(prefix, "hop_cap", "evicted")
+        self.checkpoints[prefix] = Checkpoint(stored, hops)
         self.evicted_here.discard(prefix)
         self._thin_out(prefix)
         return Outcome("stored", None, true_depth, owned)
@@ -250,7 +372,22 @@ class Oracle:
         """No state is stored; what was computed of the KV is worth keeping, unless it is suspect."""
         if prefix and self.has_kv:
             return Outcome("skipped", reason, depth, self._adopt(prefix, kv or [], lease))
-        return Outcome("skipped", reason, depth, self.kv_of(lease.path) if lease else [])
+        return Outcome("skipped", reason, depth, self.kv_of(lease.path, lease.pages) if lease else [])
+
+    def _offered(self, finite: bool) -> None:
+        """A commit counts, and in a degraded mode some are trials of the lossy codec, judged when the next one is made."""
+        if not self.guard:
+            return
+        self._hear("commit")
+        if self.guard.trial_due:
+            if self.unread is not None:
+                self._hear("trial", self.unread)
+            self.unread = finite and not (self.faded and self.layouts["normal"][1])
+
+    def _hear(self, kind: str, good: bool = True) -> None:
+        if self.guard and (mode := self.guard.hear(kind, good)):
+            self.unread = None
+            self._count("guard_changes_total", mode)
 
     def _adopt(self, prefix: Tokens, kv: list[int], lease: Lease | None) -> list[int]:
         for part in self.prefixes(prefix):
@@ -258,7 +395,7 @@ class Oracle:
         self._touch(prefix)
         if lease:
             self._drop_checkpoint(lease)
-            lease.path = prefix
+            lease.path, lease.pages = prefix, self.pages
         return self.kv_of(prefix)
 
     def _make_room(self) -> bool:
@@ -286,7 +423,7 @@ class Oracle:
 
     def _is_idle_leaf(self, prefix: Tokens) -> bool:
         checkpoint = self.checkpoints.get(prefix)
-        held = any(lease.path == prefix for lease in self.leases) or (checkpoint is not None and checkpoint.locks > 0)
+        held = self.is_leased(prefix) or (checkpoint is not None and checkpoint.locks > 0)
         return not held and not self.next_pages(prefix)
 
     def _evict(self, prefix: Tokens, reason: str) -> int:
@@ -296,7 +433,9 @@ class Oracle:
         return self._remove_upwards(prefix)
 
     def _drop(self, prefix: Tokens, reason: str, free_reason: str) -> None:
-        checkpoint = self.checkpoints.pop(prefix)
+        self._bury(self.checkpoints.pop(prefix), reason, free_reason)
+
+    def _bury(self, checkpoint: Checkpoint, reason: str, free_reason: str) -> None:
         assert not checkpoint.locks
         self._count("evictions_total", "checkpoint", reason, "yes" if checkpoint.reused else "no")
         self._count("slot_frees_total", "checkpoint", free_reason)
@@ -324,7 +463,17 @@ class Oracle:
     def _drop_checkpoint(self, lease: Lease) -> None:
         if lease.checkpoint:
             lease.checkpoint.locks -= 1
+            if lease.checkpoint in self.orphans and not lease.checkpoint.locks:
+                self.orphans.remove(lease.checkpoint)
+                self._bury(lease.checkpoint, "guard", "evicted")
             lease.checkpoint = None
+
+    def _forget_the_past(self) -> None:
+        """What was computed before a change lives as long as a lease of before stands on it."""
+        for pages in self.past:
+            held = {part for lease in self.leases if lease.pages is pages for part in self.prefixes(lease.path)}
+            for prefix in set(pages) - held:
+                del pages[prefix]
 
     def _touch(self, prefix: Tokens) -> None:
         if prefix in self.recency:

@@ -6,8 +6,8 @@ import pytest
 from engine_side import KvSlots, Request, make_cache, serve
 
 from mamba_checkpoint_cache import CheckpointPolicy, CheckpointPool, Stored
+from mamba_checkpoint_cache.codec.report import Report
 from mamba_checkpoint_cache.lifecycle import MAX_PENDING
-from mamba_checkpoint_cache.pools import Report
 
 
 class LateReport(Report):
@@ -129,6 +129,22 @@ def test_poison_that_nobody_stands_on_is_gone_at_once():
     assert cache.match_prefix([1, 2, 3]).matched == 0
     cache.check()
     assert len(kv.free_ids) == kv.size
+
+
+def test_kv_slots_that_came_out_of_quarantine_are_as_good_as_any():
+    """Once the poisoned run has ended its ids are free again: who is given them next is stored."""
+    kv = KvSlots()
+    cache = late_cache(kv=kv)
+    request = Request(cache, [1, 2, 3, 4], kv)
+    poisoned(request, 3)
+    assert cache.match_prefix([1, 2, 3, 4]).depth == 0
+    request.finish()
+
+    again = Request(cache, [1, 2, 3, 4], kv)
+
+    assert list(again.ids) == list(request.ids)
+    assert isinstance(again.commit(3, 1.0), Stored)
+    again.finish()
 
 
 def test_a_commit_without_the_lease_takes_no_quarantined_kv():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from engine_side import CODECS, SPEC, content, fill, make_cache
 
 from mamba_checkpoint_cache import ActivePool, CheckpointPool, HandleError, SideSpec, StateSpec
-from mamba_checkpoint_cache.pools import Report
+from mamba_checkpoint_cache.arena import Arena
+from mamba_checkpoint_cache.codec.report import Report
 
 
 def test_pools_start_defined():
@@ -148,3 +150,124 @@ def test_the_snapshot_says_what_is_saved():
     assert tuple(snapshot.counts) == (3, 0, 1, 0)
     assert snapshot.bytes_occupied == cache.checkpoints.bytes_per_slot < snapshot.bytes_native_equivalent == SPEC.native_bytes
     assert content(cache, slot) == 2.0
+
+
+RAGGED = StateSpec(
+    3,
+    2,
+    5,
+    7,
+    torch.bfloat16,
+    side=(SideSpec("conv", (3, 1)), SideSpec("ids", (2,), torch.int64), SideSpec("on", (), torch.bool)),
+)
+
+
+def tensors_of(pool: CheckpointPool) -> list[torch.Tensor]:
+    return [*pool.stored.values(), *pool.side.values()]
+
+
+def span(tensor: torch.Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+
+
+@pytest.mark.parametrize("spec", [SPEC, RAGGED])
+def test_the_tensors_of_a_pool_share_one_aligned_block(spec):
+    """One allocation, in which they lie apart and aligned; it has a few hundred bytes more than they take."""
+    pool = CheckpointPool(spec, 5, codec=CODECS["int8"]())
+    tensors = tensors_of(pool)
+
+    spans = sorted(map(span, tensors), key=lambda span: span.start)
+    assert all(before.stop <= after.start for before, after in itertools.pairwise(spans))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert all((tensor.data_ptr() - spans[0].start) % 128 == 0 and tensor.is_contiguous() for tensor in tensors)
+    assert tensors[0].untyped_storage().nbytes() - 6 * pool.bytes_per_slot <= 128 * len(tensors)
+
+
+@pytest.mark.parametrize("spec", [SPEC, RAGGED])
+@pytest.mark.parametrize("slots", [3, 4, 5, 11, 100])
+def test_a_pool_is_laid_out_anew_in_the_memory_that_it_has(spec, slots):
+    """Native and back: as many slots as such memory holds, the figures that torch counts, zeros, and not one byte more."""
+    pool = CheckpointPool(spec, slots, codec=CODECS["int8"]())
+    memory, block = (slots + 1) * pool.bytes_per_slot, tensors_of(pool)[0].untyped_storage()
+    before = pool.bytes_per_slot, pool.fingerprint
+    for codec in ("none", "int8"):
+        for tensor in tensors_of(pool):
+            tensor.view(torch.uint8).fill_(255)
+
+        expected = CheckpointPool.slots_for(spec, codec, memory)
+        assert pool.slots_in_place(codec) == expected
+        pool.relayout(CODECS[codec]())
+
+        taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(pool))
+        assert pool.slots.capacity == expected
+        assert taken == (expected + 1) * pool.bytes_per_slot == pool.snapshot().bytes_reserved <= memory
+        assert pool.bytes_per_slot == CheckpointPool.bytes_per_slot_for(spec, codec)
+        assert pool.fingerprint == f"{spec.fingerprint}-{codec}"
+        assert not any(tensor.any() for tensor in tensors_of(pool))
+        assert {tensor.untyped_storage().data_ptr() for tensor in tensors_of(pool)} == {block.data_ptr()}
+        assert all(span(tensor).stop <= block.data_ptr() + block.nbytes() for tensor in tensors_of(pool))
+        snapshot = pool.snapshot()
+        assert (snapshot.capacity, sum(snapshot.counts)) == (expected, expected)
+    assert (pool.slots.capacity, pool.bytes_per_slot, pool.fingerprint) == (slots, *before)
+
+
+def test_a_pool_works_in_each_layout():
+    """What is stored after a change of layout comes back: exactly without a codec, nearly with int8; old handles are refused."""
+    active, pool = ActivePool(RAGGED, 2), CheckpointPool(RAGGED, 9, codec="int8")
+    source, target = active.slots.reserve(), active.slots.reserve()
+    active.state[:, source.index] = torch.randn(RAGGED.shape).bfloat16()
+    active.side["ids"][:, source.index] = torch.arange(6).view(3, 2)
+    old = None
+    for codec, bound in (("int8", 0.02), ("none", 0.0), ("int8", 0.02)):
+        pool.relayout(codec)
+        slots = [pool.slots.reserve() for _ in range(pool.slots.capacity)]
+        for slot in slots:
+            pool.compress(active, source, slot)
+            pool.restore(slot, active, target)
+
+            expected = active.state[:, source.index]
+            assert (active.state[:, target.index] - expected).float().norm() <= bound * expected.float().norm()
+            assert torch.equal(active.side["ids"][:, target.index], active.side["ids"][:, source.index])
+            pool.slots.free(slot)
+        if old is not None:
+            with pytest.raises(HandleError, match="freed already"):
+                pool.slots.state(old)
+        old = slots[-1]
+
+
+def test_a_scrape_in_the_middle_of_a_change_of_layout_adds_up():
+    """Another thread may look between any two steps: the capacity that it reads is what its four counts add up to."""
+    pool = CheckpointPool(SPEC, 5, codec=CODECS["int8"]())
+    pool.slots.capacity = 2  # the counts follow in the next step
+
+    snapshot = pool.snapshot()
+
+    assert snapshot.capacity == sum(snapshot.counts) == 5
+
+
+def test_an_arena_gives_no_more_than_it_has():
+    """Tensors that end within it, alignment counted, are carved; one row more is refused with the numbers."""
+    arena = Arena(64, 2, torch.device("cpu"))
+    templates = [torch.empty(1, 0, 4), torch.empty(1, 0, 1, dtype=torch.int64)]
+
+    first, second = arena.carve(templates, 8)
+
+    assert (first.shape, second.shape) == ((1, 8, 4), (1, 8, 1))
+    with pytest.raises(ValueError, match="24 rows need 384 bytes and more, but the arena has 320"):
+        arena.carve(templates, 24)
+
+
+def test_a_pool_in_use_or_too_small_is_not_laid_out_anew():
+    """With a slot handed out, or without room for one native state, it stays as it is and says why."""
+    pool = CheckpointPool(SPEC, 1, codec=CODECS["int8"]())
+    assert pool.slots_in_place("none") < 1
+    with pytest.raises(ValueError, match="needs at least 1 slot"):
+        pool.relayout("none")
+    slot = pool.slots.reserve()
+    with pytest.raises(HandleError, match="while slots are in use"):
+        pool.relayout("int8")
+
+    assert pool.codec.name == "int8"
+    pool.slots.free(slot)
+    pool.relayout("int8")
+    assert pool.slots.counts == (1, 0, 0, 0)

@@ -62,3 +62,41 @@ def test_an_empty_pool_is_refused():
     """A pool without slots is a misconfiguration, told at construction."""
     with pytest.raises(ValueError, match="at least 1 slot, got 0"):
         SlotAllocator("active", 0, ActiveSlot)
+
+
+def test_a_resized_pool_refuses_the_handles_of_before():
+    """Fewer slots, then more again: each handle ever given stays stale, also where its row was gone in between."""
+    slots = SlotAllocator("checkpoint", 3, CheckpointSlot)
+    old = [slots.reserve() for _ in range(3)]
+    for slot in old:
+        slots.free(slot)
+
+    for capacity in (1, 5):
+        slots.resize(capacity)
+        slots.check()
+        assert slots.counts == (capacity, 0, 0, 0)
+        handles = [slots.reserve() for _ in range(capacity + 1)]
+        assert [handle and handle.index for handle in handles] == [*range(1, capacity + 1), None]
+        for stale in old:
+            with pytest.raises(HandleError, match="freed already"):
+                slots.state(stale)
+        for slot in handles[:-1]:
+            slots.free(slot)
+        old += handles[:-1]
+
+
+def test_a_pool_in_use_is_not_resized():
+    """Whatever state the slot is in, and nothing changes; nor is a pool of no slots made."""
+    slots = SlotAllocator("checkpoint", 2, CheckpointSlot)
+    slot = slots.reserve()
+    for state in (SlotState.RESERVED, SlotState.EVICTABLE, SlotState.LOCKED):
+        slots.move(slot, state)
+        with pytest.raises(HandleError, match="can't be resized while slots are in use"):
+            slots.resize(1)
+        assert slots.state(slot) is state
+    slots.free(slot)
+
+    with pytest.raises(ValueError, match="needs at least 1 slot, got 0"):
+        slots.resize(0)
+    assert slots.capacity == 2
+    slots.check()

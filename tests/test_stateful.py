@@ -16,20 +16,23 @@ from math import inf, nan
 
 import pytest
 import torch
-from engine_side import CODECS
+from engine_side import CODECS, FadingCodec
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from oracle import Lease, Oracle, Tokens
+from oracle import Guard, Lease, Oracle, Tokens
 
 from mamba_checkpoint_cache import (
     ActivePool,
     ActiveSlot,
     CheckpointPolicy,
     CheckpointPool,
+    DriftBudget,
+    DriftGuard,
     Duplicate,
     FlushResult,
     HandleError,
+    LogitComparison,
     Match,
     PrefixCache,
     SideSpec,
@@ -38,7 +41,7 @@ from mamba_checkpoint_cache import (
     Stored,
     Telemetry,
 )
-from mamba_checkpoint_cache.pools import Report
+from mamba_checkpoint_cache.codec.report import Report
 
 SPEC = StateSpec(2, 2, 3, 5, torch.float32, side=(SideSpec("conv", (3, 2)), SideSpec("ngram", (4,), torch.int64)))
 PADDING = 77.0
@@ -53,10 +56,14 @@ poisons = st.sampled_from([*[None] * 9, nan, inf, -inf])
 
 @dataclass(frozen=True)
 class Content:
-    """A state that was written once, and the lossy round trips it has been through since."""
+    """A state that was written once, and the lossy round trips it has been through since, some with a codec gone bad."""
 
     serial: int = 0
     trips: int = 0
+    fades: int = 0
+
+    def stored(self, *, lossy: bool, faded: bool) -> Content:
+        return Content(self.serial, self.trips + lossy, self.fades + (lossy and faded))
 
 
 @cache
@@ -108,7 +115,9 @@ class Request:
 class Exact:
     """Everything is as the oracle says: depths, ids, reasons, slots, order of eviction, counters."""
 
-    def __init__(self, cache: PrefixCache, kv_slots: KvSlots | None, telemetry: Telemetry, page: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, kv_slots: KvSlots | None, telemetry: Telemetry, page: int, guard: DriftGuard | None
+    ) -> None:
         self.cache, self.kv_slots, self.telemetry, self.steps = cache, kv_slots, telemetry, 0
         self.oracle = Oracle(
             active=cache.active.slots.capacity,
@@ -118,6 +127,9 @@ class Exact:
             lossy=cache.checkpoints.codec.lossy,
             path_cap=cache.policy.max_per_path,
             min_tokens=cache.policy.min_tokens,
+            max_hops=cache.policy.max_hops,
+            native=cache.checkpoints.slots_in_place("none"),
+            guard=guard and guard_like(guard, cache.checkpoints),
         )
 
     def matched(self, tokens: Tokens, match: Match) -> Lease:
@@ -141,9 +153,11 @@ class Exact:
     def committed(
         self, request: Request, depth: int, kv: list[int], result: Stored | Duplicate | Skipped, *, leased: bool, donated: bool
     ) -> None:
-        stored = Content(request.content.serial, request.content.trips + self.oracle.lossy)
+        faded = is_faded(self.cache)
+        self.oracle.follow()
+        stored = request.content.stored(lossy=self.oracle.lossy, faded=faded)
         lease = request.lease if leased else None
-        expected = self.oracle.commit(request.tokens, depth, request.slot, kv, lease, stored, donate=donated)
+        expected = self.oracle.commit(request.tokens, depth, request.slot, kv, lease, stored, donate=donated, faded=faded)
         reason = result.reason if isinstance(result, Skipped) else None
         found = type(result).__name__.lower(), reason, result.depth, list(result.kv)
         assert found == (expected.kind, expected.reason, expected.depth, expected.kv), request.tokens
@@ -157,6 +171,9 @@ class Exact:
     def evicted(self, asked: int, tokens: int) -> None:
         assert tokens == self.oracle.evict_kv(asked)
 
+    def checked(self, good: bool) -> None:
+        self.oracle.check(good)
+
     def flushed(self, result: FlushResult) -> None:
         assert (result.checkpoints, result.kv_tokens) == self.oracle.flush()
 
@@ -165,8 +182,8 @@ class Exact:
             assert pool.slots.counts._asdict() == self.oracle.slots()[pool.slots.pool]
         if self.kv_slots:
             engine = [kv for request in requests for kv in request.kv[request.shared :]]
-            tree = [kv for page in self.oracle.pages.values() for kv in page]
-            assert sorted([*engine, *tree, *self.kv_slots.idle]) == list(range(KV_SLOTS))
+            assert sorted([*engine, *self.oracle.tree_kv(), *self.kv_slots.idle]) == list(range(KV_SLOTS))
+        assert self.cache._degradation.mode == (self.oracle.guard.mode if self.oracle.guard else None)
         self.steps += 1
         if self.steps % 8 == 0:  # a scrape takes longer than all else in a step
             self.check_telemetry()
@@ -186,14 +203,16 @@ class Exact:
 class Safe:
     """Whatever is evicted, and whenever a state is found to be poisoned: what is restored was stored for exactly those tokens."""
 
-    def __init__(self, cache: PrefixCache, kv_slots: KvSlots | None, telemetry: Telemetry, page: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, kv_slots: KvSlots | None, telemetry: Telemetry, page: int, guard: DriftGuard | None
+    ) -> None:
         self.cache, self.kv_slots, self.telemetry, self.page = cache, kv_slots, telemetry, page
-        self.stored: defaultdict[Tokens, list[Content]] = defaultdict(list)
+        self.stored: defaultdict[tuple[int, Tokens], list[Content]] = defaultdict(list)
 
     def matched(self, tokens: Tokens, match: Match) -> None:
         assert match.depth <= match.matched
         assert match.depth in range(0, max(1, len(tokens)), self.page)
-        assert match.depth == 0 or self.stored[tokens[: match.depth]]
+        assert match.depth == 0 or self.stored[match.epoch, tokens[: match.depth]], "stored, since the guard changed last"
         assert len(match.kv) == (match.depth if self.kv_slots else 0)
         assert not self.kv_slots or not self.kv_slots.suspect & set(match.kv), f"{tokens}: KV of a poisoned commit"
 
@@ -201,7 +220,8 @@ class Safe:
         pass
 
     def restored(self, request: Request) -> list[Content]:
-        return self.stored[request.tokens[: request.match.depth]] if request.match.depth else [Content()]
+        prefix = request.tokens[: request.match.depth]
+        return self.stored[request.match.epoch, prefix] if prefix else [Content()]
 
     def advanced(self, request: Request) -> None:
         pass
@@ -210,8 +230,8 @@ class Safe:
         self, request: Request, depth: int, kv: list[int], result: Stored | Duplicate | Skipped, *, leased: bool, donated: bool
     ) -> None:
         if isinstance(result, Stored) and request.finite:
-            content = Content(request.content.serial, request.content.trips + self.cache.checkpoints.codec.lossy)
-            self.stored[request.tokens[: result.depth]].append(content)
+            content = request.content.stored(lossy=self.cache.checkpoints.codec.lossy, faded=is_faded(self.cache))
+            self.stored[request.match.epoch, request.tokens[: result.depth]].append(content)
         if isinstance(result, Stored) and not request.finite and self.kv_slots:
             self.kv_slots.suspect |= {kv for i, kv in enumerate(result.kv) if i >= request.shared and kv == request.kv[i]}
 
@@ -224,6 +244,9 @@ class Safe:
     def evicted(self, asked: int, tokens: int) -> None:
         pass
 
+    def checked(self, good: bool) -> None:
+        pass
+
     def flushed(self, result: FlushResult) -> None:
         pass
 
@@ -232,13 +255,14 @@ class Safe:
 
     def known(self) -> list[Tokens]:
         assert scrape(self.telemetry)["telemetry_errors_total",] == 0
-        return list(self.stored)
+        return [prefix for _, prefix in self.stored]
 
 
 class Machine(RuleBasedStateMachine):
     """The engine: it makes the calls, in any order that an engine could."""
 
     judge_type: type[Exact | Safe] = Exact
+    guarded = False
 
     @initialize(
         active=st.integers(2, 5),
@@ -248,22 +272,44 @@ class Machine(RuleBasedStateMachine):
         codec=st.sampled_from(["none", "int8"]),
         path_cap=st.sampled_from([None, 2, 3, 9]),
         min_tokens=st.sampled_from([1, 1, 1, 3]),
+        max_hops=st.sampled_from([None, None, 2, 3]),
+        action=st.sampled_from(["native", "native", "native", "stop"]),
+        budget=st.builds(
+            DriftBudget, window=st.integers(1, 3), checks=st.integers(1, 2), recover_after=st.sampled_from([1, 3, 6])
+        ),
     )
-    def build(self, active: int, slots: int, page: int, has_kv: bool, codec: str, path_cap: int | None, min_tokens: int) -> None:
+    def build(
+        self,
+        *,
+        active: int,
+        slots: int,
+        page: int,
+        has_kv: bool,
+        codec: str,
+        path_cap: int | None,
+        min_tokens: int,
+        max_hops: int | None,
+        action: str,
+        budget: DriftBudget,
+    ) -> None:
         self.page = page
+        guard = DriftGuard(budget, action) if self.guarded else None
+        slots += 2 * self.guarded  # so that native states fit, most of the time
         self.kv_slots = KvSlots() if has_kv else None
         state = torch.full((SPEC.num_layers, SPEC.num_heads, active + 1, SPEC.d_k, SPEC.d_v), PADDING).permute(0, 2, 1, 4, 3)
         self.pool = ActivePool(SPEC, active, state=state)
         telemetry = Telemetry("stateful")
         self.cache = PrefixCache(
             active=self.pool,
-            checkpoints=CheckpointPool(SPEC, slots, codec=CODECS[codec]()),
+            checkpoints=CheckpointPool(SPEC, slots, codec=FadingCodec() if codec == "int8" else CODECS[codec]()),
             kv=self.kv_slots,
             telemetry=telemetry,
-            policy=CheckpointPolicy(min_tokens=min_tokens, max_per_path=path_cap),
+            policy=CheckpointPolicy(min_tokens=min_tokens, max_per_path=path_cap, max_hops=max_hops),
             page_size=page,
+            guard=guard,
         )
-        self.judge = self.judge_type(self.cache, self.kv_slots, telemetry, page)
+        self.codec = self.cache.checkpoints.codec
+        self.judge = self.judge_type(self.cache, self.kv_slots, telemetry, page, guard)
         self.foreign_slot = ActivePool(SPEC, 1).allocate()
         self.requests: list[Request] = []
         self.history: list[Tokens] = [()]
@@ -298,6 +344,12 @@ class Machine(RuleBasedStateMachine):
                 self.commit(request, leased=True)
         if end or not request.slot:
             self.end(request)
+
+    @rule(base=which, turns=st.lists(st.tuples(tails, st.integers(1, 2)), min_size=2, max_size=4))
+    def converse(self, base: int, turns: list[tuple[Tokens, int]]) -> None:
+        """A conversation: each turn goes on from where the one before ended."""
+        for i, (tail, pages) in enumerate(turns):
+            self.serve(base if i == 0 else len(self.history) - 1, 0, tail, [(pages, None)], end=True)
 
     @precondition(lambda self: self.without_slot())
     @rule(pick=which)
@@ -349,6 +401,19 @@ class Machine(RuleBasedStateMachine):
     @rule(tokens=st.sampled_from([0, 1, 1, 2, 5, 12]))
     def evict_kv(self, tokens: int) -> None:
         self.judge.evicted(tokens, self.cache.evict_kv(tokens))
+
+    @precondition(lambda self: self.guarded)
+    @rule(faded=st.booleans())
+    def change_codec(self, faded: bool) -> None:
+        """The codec goes bad, or is itself again."""
+        self.codec.faded = faded
+
+    @rule(often=which, good=st.booleans())
+    def check_logits(self, often: int, good: bool) -> None:
+        if often % 4:
+            return
+        self.cache.record_check(LogitComparison((0.0 if good else 1.0,), (good,)))
+        self.judge.checked(good)
 
     @rule(often=which)
     def flush(self, often: int) -> None:
@@ -523,17 +588,40 @@ class Machine(RuleBasedStateMachine):
         return (self.pool.side[name] if name else self.pool.state)[:, slot.index]
 
 
+class GuardedMachine(Machine):
+    """The same engine with a guard, and a codec that comes and goes."""
+
+    guarded = True
+
+
 class LateMachine(Machine):
     """The same engine on a device whose reports arrive late: a poisoned commit is found out when a decision depends on it."""
 
     judge_type = Safe
 
 
+class LateGuardedMachine(LateMachine):
+    """The same with a guard."""
+
+    guarded = True
+
+
+def is_faded(cache: PrefixCache) -> bool:
+    """Whether its lossy codec is bad."""
+    return getattr(cache._degradation._codec, "faded", False)
+
+
+def guard_like(guard: DriftGuard, pool: CheckpointPool) -> Guard:
+    """What the oracle knows of a guard in a new cache: native states are no way out if they are there, or don't fit."""
+    budget, stops = guard.budget, guard.action == "stop" or not pool.codec.lossy or pool.slots_in_place("none") < 1
+    return Guard(budget.window, budget.checks, budget.recover_after, "stopped" if stops else "native")
+
+
 def fits(found: dict[str, torch.Tensor], content: Content) -> bool:
-    """Whether this is ``content``: exactly, or as near as its round trips through int8 allow."""
+    """Whether this is ``content``: exactly, or as near as its round trips through int8 allow; each bad one keeps four fifths."""
     original = tensors_of(content.serial)
     bound = original[""].abs().amax(-2, keepdim=True) / 254 * 1.01 * content.trips
-    near = bool(((found[""] - original[""]).abs() <= bound).all())
+    near = bool(((found[""] - 0.8**content.fades * original[""]).abs() <= bound).all())
     return near and all(same_bits(found[side.name], original[side.name]) for side in SPEC.side)
 
 
@@ -571,25 +659,33 @@ def late_reports(monkeypatch):
     monkeypatch.setattr(Report, "deferred", property(lambda _self: True))
 
 
-def test_any_sequence_of_calls_does_what_the_oracle_says():
-    """Match, allocate, restore, advance, commit, release, abort, evict, flush and misuse, in any order."""
-    try_many(Machine, 120, 40)
+MACHINES = pytest.mark.parametrize("machine", [Machine, GuardedMachine])
+LATE_MACHINES = pytest.mark.parametrize("machine", [LateMachine, LateGuardedMachine])
 
 
+@MACHINES
+def test_any_sequence_of_calls_does_what_the_oracle_says(machine):
+    """Match, allocate, restore, advance, commit, release, abort, evict, flush and misuse, in any order; and changes of mode."""
+    try_many(machine, 60, 40)
+
+
+@LATE_MACHINES
 @pytest.mark.usefixtures("late_reports")
-def test_any_sequence_of_calls_is_safe_while_reports_are_late():
-    """Poison that is found long after the commit is never matched, and neither is the KV that came with it."""
-    try_many(LateMachine, 80, 40)
+def test_any_sequence_of_calls_is_safe_while_reports_are_late(machine):
+    """What is found to be bad long after the commit is never matched, and neither is the KV that came with it."""
+    try_many(machine, 40, 40)
 
 
 @pytest.mark.slow
-def test_many_long_sequences_of_calls_do_what_the_oracle_says():
+@MACHINES
+def test_many_long_sequences_of_calls_do_what_the_oracle_says(machine):
     """The same, longer and more of it."""
-    try_many(Machine, 500, 80)
+    try_many(machine, 500, 80)
 
 
 @pytest.mark.slow
+@LATE_MACHINES
 @pytest.mark.usefixtures("late_reports")
-def test_many_long_sequences_of_calls_are_safe_while_reports_are_late():
+def test_many_long_sequences_of_calls_are_safe_while_reports_are_late(machine):
     """The same, longer and more of it."""
-    try_many(LateMachine, 500, 80)
+    try_many(machine, 500, 80)

@@ -6,6 +6,7 @@ import gc
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -75,6 +76,18 @@ def test_gauges_follow_the_live_pools_without_further_calls(metrics: Metrics, re
     assert value(registry, "bytes", pool="checkpoint", kind="native_equivalent") == 800
     info = {"codec": "int8", "state_dtype": "float32", "version": VERSION, "fingerprint": "0123456789abcdef-int8"}
     assert value(registry, "info", **info) == 1
+
+
+def test_the_mode_of_a_guard_is_one_of_its_modes(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """1 for the mode that is, 0 for the others; no claim at all where no guard watches."""
+    pools = Pools()
+    metrics.source = pools
+    assert value(registry, "guard_mode", mode="normal") is None
+
+    for mode in ("normal", "native", "stopped"):
+        metrics.source = lambda mode=mode: replace(pools(), guard=mode)
+        found = {m: value(registry, "guard_mode", mode=m) for m in ("normal", "native", "stopped")}
+        assert found == {"normal": 0, "native": 0, "stopped": 0} | {mode: 1}
 
 
 def test_no_gauges_before_there_are_pools(metrics: Metrics, registry: CollectorRegistry) -> None:
@@ -295,7 +308,7 @@ def test_losing_the_collector_breaks_nothing(registry: CollectorRegistry) -> Non
 
 def test_the_exposition_parses_stays_in_budget_and_names_nobody(metrics: Metrics, registry: CollectorRegistry) -> None:
     """The text parses, has no _created series, few enough series, and neither paths nor ids in any label (fault 33)."""
-    metrics.source = Pools()
+    metrics.source = lambda: replace(Pools()(), guard="normal")
     text = generate_latest(registry).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 

@@ -55,6 +55,18 @@ CALLS: dict[str, tuple[Callable[[Telemetry], object], Changes]] = {
     "zeroed": (lambda t: t.restored("zeroed", 0, bytes_out=400), {"restores_total zeroed": 1, "codec_bytes_total out": 400}),
     "committed": (lambda t: t.committed("duplicate"), {"commits_total duplicate": 1}),
     "skipped": (lambda t: t.committed("skipped", "unaligned"), {"commits_total skipped": 1, "skips_total unaligned": 1}),
+    "check": (
+        lambda t: t.checked("ok", kl_nats=(0.25, 0.0, 0.5), agreed=(True, False, True)),
+        {
+            "drift_checks_total ok": 1,
+            "logit_kl_nats_sum": 0.75,
+            "logit_kl_nats_count": 3,
+            "top1_agreement_total yes": 2,
+            "top1_agreement_total no": 1,
+        },
+    ),
+    "no check": (lambda t: t.checked("skipped"), {"drift_checks_total skipped": 1}),
+    "guard": (lambda t: t.guard_changed("native", cause="checks", commits=7), {"guard_changes_total native": 1}),
     "evicted": (
         lambda t: t.evicted("path_cap", True, None),
         {"evictions_total checkpoint path_cap yes": 1},
@@ -78,7 +90,7 @@ def errors(telemetry: Telemetry) -> float | None:
 
 def totals(telemetry: Telemetry) -> Changes:
     """Counters, sums and counts that are not 0, as 'name label label'."""
-    order = ("pool", "reason", "reused", "outcome", "kind", "direction", "scope", "ended", "operation")
+    order = ("pool", "reason", "reused", "outcome", "kind", "direction", "scope", "ended", "operation", "agreed", "to")
     found = {}
     for (name, labels), amount in scrape(telemetry.registry).items():
         if amount and not name.endswith("_bucket"):
@@ -209,7 +221,8 @@ def test_a_metric_that_raises_is_contained_and_counted(telemetry: Telemetry, mon
 
     assert (errors(telemetry) or 0) >= 1
     assert totals(telemetry).keys() == {"telemetry_errors_total"}
-    assert [(line["event"], line["error"]) for line in lines] == [("mamba_checkpoint.telemetry_failed", "RuntimeError('broken')")]
+    failed = [line["error"] for line in lines if line["event"] == "mamba_checkpoint.telemetry_failed"]
+    assert failed == ["RuntimeError('broken')"]
     act(telemetry)
     assert totals(telemetry).keys() == {"telemetry_errors_total", *expected}
 
@@ -230,6 +243,11 @@ def test_a_metric_that_raises_is_contained_and_counted(telemetry: Telemetry, mon
         ("restored", {"outcome": "restored", "hops": math.inf}),
         ("committed", {"outcome": "skipped", "reason": "request-4711"}),
         ("committed", {"outcome": "skipped", "reason": {}}),
+        ("checked", {"outcome": "fine"}),
+        ("checked", {"outcome": "ok", "kl_nats": [-0.5]}),
+        ("checked", {"outcome": "ok", "kl_nats": "x"}),
+        ("checked", {"outcome": "ok", "agreed": None}),
+        ("guard_changed", {"to": "asleep", "cause": "checks", "commits": 1}),
         ("evicted", {"reason": "bored", "reused": True, "birth": None}),
         ("evicted", {"reason": "forced", "reused": torch.ones(3), "birth": None}),
     ],
@@ -298,6 +316,103 @@ def test_even_a_broken_error_counter_and_log_harm_nobody(monkeypatch: pytest.Mon
     assert value(telemetry.registry, "operation_seconds_count", operation="match") == 1
 
 
+def test_a_kl_that_is_not_finite_is_no_failure_of_telemetry(telemetry: Telemetry) -> None:
+    """The check counts, the sum stays a number, and the positions that have a KL are observed."""
+    telemetry.checked("over_budget", kl_nats=(math.nan, 0.5, math.inf), agreed=(False, True, False))
+
+    assert totals(telemetry) == {
+        "drift_checks_total over_budget": 1,
+        "logit_kl_nats_sum": 0.5,
+        "logit_kl_nats_count": 1,
+        "top1_agreement_total yes": 1,
+        "top1_agreement_total no": 2,
+    }
+
+
+def test_a_check_that_failed_says_why_once_a_minute(telemetry: Telemetry) -> None:
+    """One warning with the error, however many follow; counting it is left to the check's outcome."""
+    with capture_logs() as lines:
+        for _ in range(3):
+            telemetry.check_failed(ValueError("no such depth"))
+
+    assert lines == [
+        {
+            "event": "mamba_checkpoint.drift_check_failed",
+            "log_level": "warning",
+            "cache": "default",
+            "error": "ValueError('no such depth')",
+        }
+    ]
+    assert totals(telemetry) == {}
+
+
+def test_a_change_of_the_guard_is_logged_both_ways(telemetry: Telemetry) -> None:
+    """Whoever is told that it degraded is told that it recovered, at the same level, with the mode and why."""
+    with capture_logs() as lines:
+        telemetry.guard_changed("stopped", cause="compressions", commits=99)
+        telemetry.guard_changed("normal", cause="trials", commits=256)
+
+    assert lines == [
+        {
+            "event": "mamba_checkpoint.guard_degraded",
+            "log_level": "warning",
+            "cache": "default",
+            "mode": "stopped",
+            "cause": "compressions",
+            "commits": 99,
+        },
+        {
+            "event": "mamba_checkpoint.guard_recovered",
+            "log_level": "warning",
+            "cache": "default",
+            "mode": "normal",
+            "cause": "trials",
+            "commits": 256,
+        },
+    ]
+
+
+def test_a_change_of_the_guard_is_an_event_on_the_current_span() -> None:
+    """On ours where one is open, else on the engine's; with the name and plain attributes that are promised."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    telemetry = Telemetry(tracer_provider=provider)
+    with telemetry.operation("commit"), telemetry.operation("compress"):
+        telemetry.guard_changed("native", cause="compressions", commits=5)
+    with provider.get_tracer("engine").start_as_current_span("step"):
+        telemetry.guard_changed("normal", cause="trials", commits=6)
+
+    events = {
+        span.name: [(event.name, dict(event.attributes or {})) for event in span.events] for span in exporter.get_finished_spans()
+    }
+    assert events == {
+        "mamba_checkpoint.commit": [],
+        "mamba_checkpoint.compress": [
+            (
+                "mamba_checkpoint.guard",
+                {
+                    "mamba_checkpoint.cache": "default",
+                    "mamba_checkpoint.mode": "native",
+                    "mamba_checkpoint.cause": "compressions",
+                    "mamba_checkpoint.commits": 5,
+                },
+            )
+        ],
+        "step": [
+            (
+                "mamba_checkpoint.guard",
+                {
+                    "mamba_checkpoint.cache": "default",
+                    "mamba_checkpoint.mode": "normal",
+                    "mamba_checkpoint.cause": "trials",
+                    "mamba_checkpoint.commits": 6,
+                },
+            )
+        ],
+    }
+
+
 def test_failures_are_logged_once_a_minute(telemetry: Telemetry, clock: Clock) -> None:
     """A telemetry that fails on every call doesn't flood the log (fault 1), and each failure is counted."""
     with capture_logs() as lines:
@@ -362,7 +477,7 @@ def test_null_has_every_method_and_does_nothing() -> None:
     names = [name for name, member in inspect.getmembers(Telemetry, inspect.isfunction) if not name.startswith("_")]
     assert set(names) == {
         *("observe_pools", "operation", "lookup", "allocation", "freed", "compression", "report", "restored", "committed"),
-        *("born", "evicted", "close"),
+        *("born", "evicted", "checked", "check_failed", "guard_changed", "close"),
     }
     for name in names:
         assert getattr(type(NULL), name) is not getattr(Telemetry, name)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from mamba_checkpoint_cache.degradation import Degradation
+from mamba_checkpoint_cache.drift.guard import DriftGuard
+from mamba_checkpoint_cache.drift.logits import LogitComparison
 from mamba_checkpoint_cache.errors import HandleError, InvariantError
+from mamba_checkpoint_cache.leases import Leases
 from mamba_checkpoint_cache.lifecycle import CheckpointLifecycle
+from mamba_checkpoint_cache.lookup import find_hit
 from mamba_checkpoint_cache.policy import CheckpointPolicy
 from mamba_checkpoint_cache.pools import ActivePool, CheckpointPool
 from mamba_checkpoint_cache.results import Duplicate, FlushResult, Match, Skipped, Stored
 from mamba_checkpoint_cache.slots import ActiveSlot
-from mamba_checkpoint_cache.telemetry.catalogue import MissReason, SkipReason
+from mamba_checkpoint_cache.telemetry.catalogue import SkipReason
 from mamba_checkpoint_cache.telemetry.recorder import NULL, NullTelemetry, PoolsSnapshot, Telemetry
 from mamba_checkpoint_cache.tree.components import KvAllocator
 from mamba_checkpoint_cache.tree.node import Checkpoint, Node
@@ -39,7 +44,12 @@ class PrefixCache:
     """Checkpoints of recurrent states by token prefix, and the KV slots of the same tokens.
 
     One thread calls it. Every decision is a function of the calls before, so ranks that see the same calls decide alike;
-    ``agree`` turns this rank's finding that a state is finite into all ranks' (for example an all-reduce of the minimum).
+    ``agree`` turns this rank's finding that a state is finite, or within the guard's budget, into all ranks' (for example an
+    all-reduce of the minimum).
+
+    With a ``guard``, compressed states that drift over its budget for too long are given up: from the next call on the same
+    memory holds native states (fewer of them), or nothing is stored, until the guard lets the codec back in. Each change empties
+    the cache. No request fails of it: those that run go on, but store nothing any more: ``Skipped("degraded")``.
 
     Raises:
         ValueError: if the two pools do not hold the same kind of state on the same device.
@@ -55,6 +65,7 @@ class PrefixCache:
         policy: CheckpointPolicy | None = None,
         page_size: int = 1,
         agree: Callable[[bool], bool] | None = None,
+        guard: DriftGuard | None = None,
     ) -> None:
         if active.spec != checkpoints.spec:
             raise ValueError(f"the pools hold different states: active {active.spec}, checkpoints {checkpoints.spec}")
@@ -65,8 +76,9 @@ class PrefixCache:
         self.policy = policy or CheckpointPolicy()
         self.telemetry: Telemetry | NullTelemetry = telemetry or NULL
         self._tree = PrefixTree(checkpoints.slots, kv, page_size)
-        self._lifecycle = CheckpointLifecycle(checkpoints, self._tree, self.telemetry, agree)
-        self._leases: set[Match] = set()
+        self._degradation = Degradation(guard, checkpoints, self.telemetry, agree)
+        self._lifecycle = CheckpointLifecycle(checkpoints, self._tree, self.telemetry, agree, self._degradation.compressed)
+        self._leases = Leases(self._tree, self._lifecycle)
         active.telemetry = self.telemetry
         self.telemetry.observe_pools(self._snapshot)
 
@@ -80,10 +92,11 @@ class PrefixCache:
         """
         key = pack_tokens(tokens)
         with self.telemetry.operation("match") as operation:
+            self._degradation.follow(self._lifecycle)
             walk = self._walk(key, beyond=0)
             limit = self._tree.radix.floor(max(0, len(tokens) - 1))
-            node = self._deepest_checkpoint(walk.node, limit)
-            match = self._lease(node, walk, key, limit)
+            hit = find_hit(self._tree.radix, self.policy, walk, key, limit)
+            match = self._leases.begin(hit, walk.matched, self._degradation.epoch)
             lost = max(0, min(match.matched, limit) - match.depth)
             operation.set(depth=match.depth, outcome="hit" if match.depth else "miss", reason=match.miss)
         self.telemetry.lookup(prompt=len(tokens), reused=match.depth, lost=lost, miss=match.miss)
@@ -95,48 +108,8 @@ class PrefixCache:
         Raises:
             HandleError: if the lease has ended already, or is another cache's.
         """
-        self._require_live(match)
-        self._drop_checkpoint_lock(match)
-        self._tree.end_lease(match.node)
-        self._leases.discard(match)
-
-    def _lease(self, node: Node, walk: Walk, key: bytes, limit: int) -> Match:
-        miss = self._miss_reason(node, walk, key, limit)
-        branch = self.policy.branch_depth(depth=node.depth, matched=min(walk.matched, limit))
-        checkpoint = node.checkpoint
-        hops = checkpoint.hops if checkpoint else 0
-        match = Match(node.depth, self._tree.path_kv(node), walk.matched, miss, branch, hops, node, checkpoint is not None)
-        self._tree.lease(node)
-        if checkpoint is not None:
-            self._tree.lock_checkpoint(node)
-        self._leases.add(match)
-        return match
-
-    @staticmethod
-    def _deepest_checkpoint(node: Node, limit: int) -> Node:
-        while node.parent is not None and (node.checkpoint is None or node.depth > limit):
-            node = node.parent
-        return node
-
-    def _miss_reason(self, hit: Node, walk: Walk, key: bytes, limit: int) -> MissReason | None:
-        """Why nothing beyond ``hit`` was usable; None if nothing beyond it was ever there."""
-        if limit == 0:
-            return "too_short"
-        if hit.depth == limit:
-            return None
-        whole_prompt = evicted = False
-        node = walk.node
-        while node is not hit and node.parent is not None:
-            whole_prompt = whole_prompt or node.checkpoint is not None
-            evicted = evicted or (node.checkpoint_evicted and node.depth <= limit)
-            node = node.parent
-        if evicted or self._tree.radix.remembers(walk, key):
-            return "evicted"
-        if walk.matched > hit.depth:
-            return "whole_prompt" if whole_prompt else "never_checkpointed"
-        if hit.depth:
-            return None
-        return "no_shared_prefix" if self._tree.radix.root.children else "empty"
+        self._leases.require(match)
+        self._leases.end(match)
 
     def restore(self, match: Match, slot: ActiveSlot) -> None:
         """Write the matched state to an active slot, or the state of an empty sequence when ``match.depth`` is 0.
@@ -147,7 +120,7 @@ class PrefixCache:
         Raises:
             HandleError: if the lease has ended or was restored already, or the slot is stale or another pool's.
         """
-        self._require_live(match)
+        self._leases.require(match)
         if match.depth and not match.restorable:
             raise HandleError("this lease was restored already, or a commit has moved it: match the prompt again")
         with self.telemetry.operation("restore") as operation:
@@ -159,9 +132,9 @@ class PrefixCache:
                 self._require_fingerprint(checkpoint)
                 self.checkpoints.restore(checkpoint.slot, self.active, slot)
                 checkpoint.reused = True
-            self.active.end_write(slot, depth=match.depth, hops=match.hops)
+            self.active.end_write(slot, depth=match.depth, hops=match.hops, epoch=match.epoch)
             operation.set(depth=match.depth, hops=match.hops, outcome="restored" if checkpoint else "zeroed")
-        self._drop_checkpoint_lock(match)
+        self._leases.unlock(match)
         self._record_restore(checkpoint)
 
     def _record_restore(self, checkpoint: Checkpoint | None) -> None:
@@ -198,6 +171,7 @@ class PrefixCache:
         ids = array("i") if kv is None else array("i", kv[:true_depth])
         offer = _Offer(tokens, true_depth, source, ids, lease, ready)
         with self.telemetry.operation("commit") as operation:
+            self._degradation.follow(self._lifecycle)
             known = depth == self.active.depth(source)
             result = self._commit(offer) if known else self._skip("depth_mismatch", offer)
             reason = result.reason if isinstance(result, Skipped) else None
@@ -211,15 +185,28 @@ class PrefixCache:
         aligned = self._tree.radix.floor(offer.depth)
         if offer.depth < self.policy.min_tokens or aligned == 0:
             return self._skip("too_short", offer)
+        self._degradation.committed(self.active, offer.source, offer.ready)
+        if self._degradation.refuses(self.active.epoch(offer.source)):
+            return self._skip("degraded", offer)
         key = pack_tokens(offer.tokens, aligned)
         walk = self._walk(key, beyond=offer.lease.node.depth if offer.lease else 0)
         if self._tree.is_quarantined(offer.kv):
             return self._skip("non_finite", offer)
         if aligned != offer.depth:
             return self._skip("unaligned", offer, key)
-        if walk.node.depth == offer.depth and walk.node.checkpoint is not None:
+        if walk.node.depth == offer.depth and self._keeps(walk.node.checkpoint, offer):
             return Duplicate(offer.depth, self._tree.path_kv(self._insert(key, offer).node))
         return self._store(key, offer)
+
+    def _keeps(self, checkpoint: Checkpoint | None, offer: _Offer) -> bool:
+        """Whether a checkpoint that is there already stays: unless it is worn, and what is offered has fewer hops."""
+        if checkpoint is None or checkpoint.report is not None or not self.policy.is_worn(checkpoint.hops):
+            return checkpoint is not None
+        return checkpoint.hops <= self._hops(offer)
+
+    def _hops(self, offer: _Offer) -> int:
+        """Lossy round trips behind the checkpoint that an offer would become."""
+        return self.active.hops(offer.source) + self.checkpoints.codec.lossy
 
     def _store(self, key: bytes, offer: _Offer) -> Stored | Skipped:
         """Reserve, write, verify, publish: the tree learns of the prefix only once its state is known to be good, or pending."""
@@ -233,8 +220,9 @@ class PrefixCache:
         if report is None:
             return self._skip("non_finite", offer)
         node, fresh_from = self._insert(key, offer)
-        hops = self.active.hops(offer.source) + self.checkpoints.codec.lossy
-        self._lifecycle.hang(node, slot, hops, report, fresh_from)
+        if node.checkpoint is not None:
+            self._lifecycle.supersede(node)
+        self._lifecycle.hang(node, slot, self._hops(offer), report, fresh_from)
         self._thin_out(node)
         return Stored(offer.depth, self._tree.path_kv(node))
 
@@ -245,12 +233,9 @@ class PrefixCache:
         return Skipped(offer.depth, self._tree.path_kv(offer.lease.node) if offer.lease else array("i"), reason)
 
     def _insert(self, key: bytes, offer: _Offer) -> Insertion:
-        insertion, lease = self._tree.insert(key, offer.kv), offer.lease
-        if lease is not None:
-            self._drop_checkpoint_lock(lease)
-            self._tree.lease(insertion.node)
-            self._tree.end_lease(lease.node)
-            lease.node = insertion.node
+        insertion = self._tree.insert(key, offer.kv)
+        if offer.lease is not None:
+            self._leases.move(offer.lease, insertion.node)
         return insertion
 
     def _thin_out(self, tail: Node) -> None:
@@ -283,23 +268,23 @@ class PrefixCache:
 
     def flush(self) -> FlushResult:
         """Free every checkpoint and all KV that no lease uses."""
-        return FlushResult(*self._lifecycle.clear())
+        flushed = FlushResult(*self._lifecycle.clear())
+        self._degradation.follow(self._lifecycle)
+        return flushed
+
+    def record_check(self, result: LogitComparison | Literal["failed", "skipped"]) -> None:
+        """Take note of how a sampled logit check of a restored state ended: what it measured, or why it did not.
+
+        From the thread that makes the other calls, and with a guard, with the same result on all ranks.
+        """
+        self._degradation.checked(result)
 
     def check(self) -> None:
         """Raise :class:`InvariantError` unless slots, tree, queues and leases agree. For tests: it looks at everything."""
         self.active.slots.check()
         self._tree.check()
         self._lifecycle.check()
-        leases = Counter(match.node for match in self._leases)
-        leases.update(node.parent for node in self._tree.quarantined if node.cut_off and node.parent is not None)
-        locks = Counter(match.node for match in self._leases if match.restorable)
-        for node in (*self._tree.radix.nodes(), *self._tree.quarantined):
-            held = node.checkpoint.locks if node.checkpoint else 0
-            if node.locks != leases[node] or held != locks[node]:
-                raise InvariantError(
-                    f"node at depth {node.depth}: {node.locks} locks for {leases[node]} leases, "
-                    f"{held} checkpoint locks for {locks[node]} restores to come"
-                )
+        self._leases.check()
 
     def close(self) -> None:
         """Stop reporting. The pools' memory goes when the cache does."""
@@ -312,22 +297,13 @@ class PrefixCache:
             walk = self._tree.radix.walk(key)
         return walk
 
-    def _drop_checkpoint_lock(self, match: Match) -> None:
-        if match.restorable:
-            match.restorable = False
-            self._tree.unlock_checkpoint(match.node)
-
     def _snapshot(self) -> PoolsSnapshot:
         info = {
             "codec": self.checkpoints.codec.name,
             "state_dtype": str(self.active.spec.dtype).removeprefix("torch."),
             "fingerprint": self.checkpoints.fingerprint,
         }
-        return PoolsSnapshot((self.active.snapshot(), self.checkpoints.snapshot()), info)
-
-    def _require_live(self, match: Match) -> None:
-        if match not in self._leases:
-            raise HandleError("expected a live lease of this cache, got one released or another cache's: match the prompt again")
+        return PoolsSnapshot((self.active.snapshot(), self.checkpoints.snapshot()), info, self._degradation.mode)
 
     def _require_fingerprint(self, checkpoint: Checkpoint) -> None:
         if checkpoint.fingerprint != self.checkpoints.fingerprint:
@@ -335,7 +311,7 @@ class PrefixCache:
 
     def _require_commit(self, tokens: Sequence[int], depth: int, kv: Sequence[int] | None, lease: Match | None) -> None:
         if lease is not None:
-            self._require_live(lease)
+            self._leases.require(lease)
         if not 0 <= depth <= len(tokens):
             raise ValueError(f"expected 0 <= depth <= {len(tokens)} (the tokens given), got depth={depth}")
         if (kv is not None) != self._tree.kv.present:

@@ -8,8 +8,9 @@ from typing import Literal
 
 import torch
 
+from mamba_checkpoint_cache.codec.report import Report, Verdict
 from mamba_checkpoint_cache.errors import InvariantError
-from mamba_checkpoint_cache.pools import ActivePool, CheckpointPool, Report
+from mamba_checkpoint_cache.pools import ActivePool, CheckpointPool
 from mamba_checkpoint_cache.slots import ActiveSlot, CheckpointSlot
 from mamba_checkpoint_cache.telemetry.catalogue import AllocationOutcome, EvictionReason, FreeReason
 from mamba_checkpoint_cache.telemetry.recorder import NullTelemetry, Telemetry
@@ -27,15 +28,22 @@ class CheckpointLifecycle:
 
     A report that is still on its way from a device leaves its checkpoint pending: it is read when a decision depends on it, at
     points that the sequence of calls alone determines, so that timing never changes a decision and ``agree`` may be collective.
+    ``compressed`` hears each verdict, and whether all ranks found the state finite.
     """
 
     def __init__(
-        self, pool: CheckpointPool, tree: PrefixTree, telemetry: Telemetry | NullTelemetry, agree: Callable[[bool], bool] | None
+        self,
+        pool: CheckpointPool,
+        tree: PrefixTree,
+        telemetry: Telemetry | NullTelemetry,
+        agree: Callable[[bool], bool] | None,
+        compressed: Callable[[Verdict, bool], None],
     ) -> None:
         self._pool = pool
         self._tree = tree
         self._telemetry = telemetry
         self._agree = agree or bool
+        self._compressed = compressed
         self._pending: deque[Node] = deque()
 
     def reserve(self) -> CheckpointSlot | Shortage:
@@ -88,6 +96,7 @@ class CheckpointLifecycle:
         self._telemetry.compression("stored" if finite else "non_finite", bytes_in=native, bytes_out=stored)
         if finite:
             self._telemetry.report(verdict.relative_error, verdict.worst_head)
+        self._compressed(verdict, finite)
         return finite
 
     def hang(self, node: Node, slot: CheckpointSlot, hops: int, report: Report, fresh_from: int) -> None:
@@ -144,6 +153,18 @@ class CheckpointLifecycle:
             operation.set(pool="checkpoint", reason=reason, forced=reason == "forced", depth=node.depth, tokens=tokens)
         return tokens
 
+    def supersede(self, node: Node) -> None:
+        """Give up the checkpoint on ``node`` for a better one of the same prefix; the node stays."""
+        with self._telemetry.operation("evict") as operation:
+            self._bury(self._tree.checkpoints.detach(node), "hop_cap")
+            operation.set(pool="checkpoint", reason="hop_cap", forced=False, depth=node.depth)
+
+    def unlock(self, node: Node) -> None:
+        """Undo one lock of a lease. A checkpoint that is out of the tree goes with the last one."""
+        self._tree.unlock_checkpoint(node)
+        if node.quarantined and node.checkpoint is not None and not node.checkpoint.locks:
+            self.evict(node, "guard")
+
     def evict_leaf(self) -> int | None:
         """Give up the KV of the least recently used leaf, with its checkpoint.
 
@@ -156,11 +177,13 @@ class CheckpointLifecycle:
         """Give up everything not in use. Returns the number of checkpoints and of KV tokens freed."""
         self.settle_all()
         checkpoints, tokens = self._tree.clear()
-        for checkpoint in checkpoints:
-            with self._telemetry.operation("evict") as operation:
-                self._bury(checkpoint, "flush")
-                operation.set(pool="checkpoint", reason="flush", forced=False, depth=checkpoint.depth)
+        self._bury_all(checkpoints, "flush")
         return len(checkpoints), tokens
+
+    def start_over(self) -> None:
+        """Give up everything, for what is stored is not to be used again. What leases still use lives on apart until they end."""
+        self.settle_all()
+        self._bury_all(self._tree.start_over(), "guard")
 
     def free(self, slot: CheckpointSlot, reason: FreeReason) -> None:
         """Give back a slot: the one way in which a checkpoint slot becomes free."""
@@ -182,6 +205,12 @@ class CheckpointLifecycle:
                 self._telemetry.compression("rejected")  # its report will never be read
             self.free(checkpoint.slot, "non_finite")
         self._pending = deque(left for left in self._pending if left.checkpoint is not None)
+
+    def _bury_all(self, checkpoints: Iterable[Checkpoint], reason: EvictionReason) -> None:
+        for checkpoint in checkpoints:
+            with self._telemetry.operation("evict") as operation:
+                self._bury(checkpoint, reason)
+                operation.set(pool="checkpoint", reason=reason, forced=False, depth=checkpoint.depth)
 
     def _bury(self, checkpoint: Checkpoint, reason: EvictionReason) -> None:
         self._telemetry.evicted(reason, checkpoint.reused, checkpoint.birth)

@@ -15,23 +15,34 @@ class CheckpointPolicy:
     ``min_tokens``: the fewest tokens that a checkpoint must save, counted from the start of the prompt; also the fewest that a
     branch-point checkpoint must save beyond the nearest one above it.
     ``max_per_path``: the most checkpoints on one path from the root; ``None`` means half the pool's slots, at least 2.
+    ``max_hops``: the lossy round trips at which a state is worn; ``None`` means never. A worn checkpoint is not continued from: a
+    prompt whose deepest checkpoint is worn goes back to the nearest exact one (no hops), or to its very beginning, and runs from
+    there. What it commits on the way takes the place of the worn states, and starts counting anew. So no state that is restored
+    has as many as ``max_hops`` hops, and a conversation is recomputed about once in ``max_hops`` turns.
 
     Raises:
-        ValueError: if ``min_tokens`` is under 1 or ``max_per_path`` under 2.
+        ValueError: if ``min_tokens`` is under 1, or ``max_per_path`` or ``max_hops`` under 2.
     """
 
     min_tokens: int = 1
     max_per_path: int | None = None
+    max_hops: int | None = None
 
     def __post_init__(self) -> None:
         if self.min_tokens < 1:
             raise ValueError(f"min_tokens must be at least 1, got {self.min_tokens}")
         if self.max_per_path is not None and self.max_per_path < 2:
             raise ValueError(f"max_per_path must be at least 2 (the tail and one above it), got {self.max_per_path}")
+        if self.max_hops is not None and self.max_hops < 2:
+            raise ValueError(f"max_hops must be at least 2 (a lossy codec's checkpoints all have 1 or more), got {self.max_hops}")
 
     def path_cap(self, slots: int) -> int:
         """The most checkpoints on one path, in a pool of ``slots`` slots."""
         return self.max_per_path if self.max_per_path is not None else max(2, slots // 2)
+
+    def is_worn(self, hops: int) -> bool:
+        """Whether a state with so many lossy round trips behind it is one too many to go on from."""
+        return self.max_hops is not None and hops >= self.max_hops
 
     def branch_depth(self, *, depth: int, matched: int) -> int | None:
         """The depth worth a checkpoint on the way, when tokens up to ``matched`` are known but only ``depth`` can be restored.

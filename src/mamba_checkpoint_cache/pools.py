@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mamba_checkpoint_cache.arena import Arena
 from mamba_checkpoint_cache.codec import get_codec
-from mamba_checkpoint_cache.codec.base import ERROR_ENERGY, NON_FINITE, SIGNAL_ENERGY, Codec
+from mamba_checkpoint_cache.codec.base import Codec
+from mamba_checkpoint_cache.codec.report import Report
 from mamba_checkpoint_cache.errors import HandleError
 from mamba_checkpoint_cache.slots import ActiveSlot, CheckpointSlot, SlotAllocator, SlotState
 from mamba_checkpoint_cache.state import StateSpec
@@ -54,6 +54,7 @@ class ActivePool:
         self._depths = [0] * rows
         self._rings = [0] * rows
         self._hops = [0] * rows
+        self._epochs = [0] * rows
 
     def allocate(self) -> ActiveSlot | None:
         """A slot for one request, reserved until it is restored; None if all are in use."""
@@ -102,14 +103,20 @@ class ActivePool:
         self._require_written(slot)
         return self._hops[slot.index]
 
+    def epoch(self, slot: ActiveSlot) -> int:
+        """The epoch of the match that the slot was restored from."""
+        self._require_written(slot)
+        return self._epochs[slot.index]
+
     def begin_write(self, slot: ActiveSlot) -> None:
         """Declare the slot's content undefined, before it is overwritten."""
         self.slots.move(slot, SlotState.RESERVED)
 
-    def end_write(self, slot: ActiveSlot, *, depth: int, hops: int) -> None:
+    def end_write(self, slot: ActiveSlot, *, depth: int, hops: int, epoch: int = 0) -> None:
         """Declare the slot's content defined: the state after ``depth`` tokens, with an empty ring."""
         self.slots.move(slot, SlotState.LOCKED)
-        self._depths[slot.index], self._rings[slot.index], self._hops[slot.index] = depth, 0, hops
+        self._depths[slot.index], self._rings[slot.index] = depth, 0
+        self._hops[slot.index], self._epochs[slot.index] = hops, epoch
 
     def zero(self, slot: ActiveSlot) -> None:
         """Write the state of an empty sequence into the slot."""
@@ -129,51 +136,12 @@ class ActivePool:
             raise HandleError(f"{slot!r} was allocated but never restored: restore it first, also for an empty sequence")
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a compression's report says, summed over the state."""
-
-    finite: bool
-    relative_error: float
-    worst_head: float
-
-
-class Report:
-    """A codec's report on one compression, which may still be on its way from the device."""
-
-    def __init__(self, energies: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._energies = energies
-        if energies.is_cuda:
-            self._energies = torch.empty(energies.shape, dtype=energies.dtype, pin_memory=True)
-            self._energies.copy_(energies, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    @property
-    def deferred(self) -> bool:
-        """Whether reading the verdict may have to wait for the device."""
-        return self._event is not None
-
-    def verdict(self) -> Verdict:
-        """Read the report; waits for the one event behind it."""
-        if self._event is not None:
-            self._event.synchronize()
-        totals = self._energies.flatten(0, -2).sum(0).tolist()
-        heads = self._energies[..., ERROR_ENERGY] / self._energies[..., SIGNAL_ENERGY]
-        error = totals[ERROR_ENERGY]
-        return Verdict(
-            finite=totals[NON_FINITE] == 0,
-            relative_error=math.sqrt(error / totals[SIGNAL_ENERGY]) if error else 0.0,
-            worst_head=math.sqrt(float(heads.nan_to_num_(0.0).max())),  # 0/0: a head of zeros has no error
-        )
-
-
 class CheckpointPool:
     """Compressed states: what ``codec`` makes of a state, and its side state as it is.
 
-    Takes ``(slots + 1) * bytes_per_slot`` bytes on ``device``, all at construction; row 0 is padding. ``fingerprint`` names
-    spec and codec: bytes of pools with different fingerprints must not be mixed.
+    Takes ``(slots + 1) * bytes_per_slot`` bytes on ``device``, all at construction; row 0 is padding. ``stored`` and ``side`` are
+    views of that memory, which :meth:`relayout` replaces. ``fingerprint`` names spec and codec: bytes of pools with different
+    fingerprints must not be mixed.
 
     Raises:
         ValueError: if ``codec`` is unknown, or the device cannot hold the pool.
@@ -182,14 +150,41 @@ class CheckpointPool:
     def __init__(self, spec: StateSpec, slots: int, *, codec: str | Codec = "int8", device: torch.device | str = "cpu") -> None:
         device = torch.device(device)
         self.spec = spec
-        self.slots = SlotAllocator("checkpoint", slots, CheckpointSlot)
-        self.codec = get_codec(codec, device) if isinstance(codec, str) else codec
-        self.fingerprint = f"{spec.fingerprint}-{self.codec.name}"
-        self.bytes_per_slot = self.bytes_per_slot_for(spec, self.codec)
-        _require_memory("checkpoint", self.bytes_per_slot * (slots + 1), slots, self.bytes_per_slot, device)
         self.device = device
-        self.stored = self.codec.allocate(spec, slots + 1, device)
-        self.side = side_tensors(spec, slots + 1, device)
+        self.slots = SlotAllocator("checkpoint", slots, CheckpointSlot)
+        codec = get_codec(codec, device) if isinstance(codec, str) else codec
+        bytes_per_slot = self.bytes_per_slot_for(spec, codec)
+        _require_memory("checkpoint", bytes_per_slot * (slots + 1), slots, bytes_per_slot, device)
+        num_tensors = len(codec.allocate(spec, 0, device)) + len(spec.side)
+        self._arena = Arena(bytes_per_slot * (slots + 1), num_tensors, device)
+        self._lay_out(codec)
+
+    def slots_in_place(self, codec: str | Codec) -> int:
+        """The slots that :meth:`relayout` would give; 0 or less if the memory does not hold even one beside the padding row."""
+        return self.slots_for(self.spec, codec, self._arena.num_bytes)
+
+    def relayout(self, codec: str | Codec) -> None:
+        """Hold what ``codec`` makes of states from here on, in the same memory: more slots, or fewer. Old handles stay refused.
+
+        The memory is zeroed, in stream order.
+
+        Raises:
+            HandleError: if a slot is in use.
+            ValueError: if ``codec`` is unknown, or the memory does not hold even one slot of it beside the padding row.
+        """
+        codec = get_codec(codec, self.device) if isinstance(codec, str) else codec
+        self.slots.resize(self.slots_in_place(codec))
+        self._arena.wipe()
+        self._lay_out(codec)
+
+    def _lay_out(self, codec: Codec) -> None:
+        self.codec = codec
+        self.fingerprint = f"{self.spec.fingerprint}-{codec.name}"
+        self.bytes_per_slot = self.bytes_per_slot_for(self.spec, codec)
+        stored, side = codec.allocate(self.spec, 0, self.device), side_tensors(self.spec, 0, self.device)
+        tensors = self._arena.carve([*stored.values(), *side.values()], self.slots.capacity + 1)
+        self.stored = dict(zip(stored, tensors, strict=False))
+        self.side = dict(zip(side, tensors[len(stored) :], strict=True))
 
     @staticmethod
     def bytes_per_slot_for(spec: StateSpec, codec: str | Codec) -> int:
@@ -221,7 +216,7 @@ class CheckpointPool:
         occupied = counts.evictable + counts.locked
         reserved = _bytes_of(*self.stored.values(), *self.side.values())
         native = occupied * self.spec.native_bytes
-        return PoolSnapshot("checkpoint", self.slots.capacity, tuple(counts), reserved, occupied * self.bytes_per_slot, native)
+        return PoolSnapshot("checkpoint", sum(counts), tuple(counts), reserved, occupied * self.bytes_per_slot, native)
 
 
 def side_tensors(spec: StateSpec, rows: int, device: torch.device) -> dict[str, Tensor]:

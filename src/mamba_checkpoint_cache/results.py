@@ -18,7 +18,7 @@ class Match:
     ``matched``: tokens known to the tree; beyond ``depth`` they have no checkpoint to continue from.
     ``miss``: why nothing, or nothing deeper, was usable; None if nothing stood in the way.
     ``branch_depth``: a depth between ``depth`` and the end of the prompt where a checkpoint would serve whoever comes next.
-    ``hops``: lossy round trips behind the state that ``restore`` gives.
+    ``hops``: lossy round trips behind the state that ``restore`` gives. ``epoch``: how often the drift guard's mode had changed.
     """
 
     depth: int
@@ -27,6 +27,7 @@ class Match:
     miss: MissReason | None
     branch_depth: int | None
     hops: int
+    epoch: int
     node: Node
     """Where the lease stands in the tree; it moves with each commit made under it."""
     restorable: bool

@@ -66,9 +66,8 @@ class SlotAllocator(Generic[S]):
     """
 
     def __init__(self, pool: str, capacity: int, handle: type[S]) -> None:
-        if capacity < 1:
-            raise ValueError(f"the {pool} pool needs at least 1 slot, got {capacity}")
         self.pool = pool
+        self._require(capacity)
         self.capacity = capacity
         self.counts = SlotCounts(capacity, 0, 0, 0)
         self._handle = handle
@@ -105,6 +104,22 @@ class SlotAllocator(Generic[S]):
         self._generations[slot.index] += 1
         self._free.append(slot.index)
 
+    def resize(self, capacity: int) -> None:
+        """Hand out the slots ``1 … capacity`` from here on. Handles of before stay stale.
+
+        Raises:
+            HandleError: if a slot is in use.
+            ValueError: if ``capacity`` is under 1.
+        """
+        if self.counts.free != self.capacity:
+            raise HandleError(f"the {self.pool} pool can't be resized while slots are in use: {self.counts}")
+        self._require(capacity)
+        self.capacity = capacity
+        self._free = deque(range(1, capacity + 1))
+        self._states = [SlotState.FREE] * (capacity + 1)
+        self._generations += [0] * (capacity + 1 - len(self._generations))
+        self.counts = SlotCounts(capacity, 0, 0, 0)
+
     def check(self) -> None:
         """Raise :class:`InvariantError` unless states, counts and the free list agree."""
         found = SlotCounts(*(self._states[1:].count(state) for state in SlotState))
@@ -112,6 +127,10 @@ class SlotAllocator(Generic[S]):
             raise InvariantError(f"{self.pool} pool of {self.capacity}: counted {found}, recorded {self.counts}")
         if sorted(self._free) != [i for i in range(1, self.capacity + 1) if self._states[i] is SlotState.FREE]:
             raise InvariantError(f"{self.pool} pool: the free list {sorted(self._free)} is not the list of free slots")
+
+    def _require(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"the {self.pool} pool needs at least 1 slot, got {capacity}")
 
     def _set(self, index: int, state: SlotState) -> None:
         counts = list(self.counts)

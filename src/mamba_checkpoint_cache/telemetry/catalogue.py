@@ -27,10 +27,12 @@ AllocationOutcome = Literal["ok", "after_eviction", "exhausted", "all_locked"]
 FreeReason = Literal["released", "donated", "evicted", "non_finite", "aborted", "flushed"]
 CompressionOutcome = Literal["stored", "non_finite", "rejected"]
 RestoreOutcome = Literal["restored", "zeroed"]
-EvictionReason = Literal["forced", "kv_pressure", "path_cap", "flush"]
+EvictionReason = Literal["forced", "kv_pressure", "path_cap", "flush", "hop_cap", "guard"]
 CommitOutcome = Literal["stored", "duplicate", "skipped"]
-SkipReason = Literal["exhausted", "all_locked", "non_finite", "depth_mismatch", "too_short", "unaligned"]
-MissReason = Literal["empty", "too_short", "no_shared_prefix", "never_checkpointed", "evicted", "whole_prompt"]
+SkipReason = Literal["exhausted", "all_locked", "non_finite", "depth_mismatch", "too_short", "unaligned", "degraded"]
+MissReason = Literal["empty", "too_short", "no_shared_prefix", "never_checkpointed", "evicted", "whole_prompt", "hop_cap"]
+DriftOutcome = Literal["ok", "over_budget", "failed", "skipped"]
+GuardMode = Literal["normal", "native", "stopped"]
 
 POOLS: tuple[Pool, ...] = get_args(Pool)
 SLOT_STATES: tuple[SlotState, ...] = get_args(SlotState)
@@ -38,6 +40,7 @@ BYTE_KINDS: tuple[ByteKind, ...] = get_args(ByteKind)
 OPERATIONS: tuple[OperationName, ...] = get_args(OperationName)
 SKIP_REASONS: tuple[SkipReason, ...] = get_args(SkipReason)
 MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
+GUARD_MODES: tuple[GuardMode, ...] = get_args(GuardMode)
 NO_SLOT: tuple[SkipReason, ...] = ("exhausted", "all_locked")
 """The skip reasons that mean: the checkpoint pool had no slot to give."""
 
@@ -86,6 +89,20 @@ class Span:
     def full_name(self) -> str:
         """The name as it is exported."""
         return f"{PREFIX}.{self.operation}"
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    """Something that happens while a span is open, whichever is current then."""
+
+    name: str
+    help: str
+    attributes: tuple[str, ...]
+
+    @property
+    def full_name(self) -> str:
+        """The name as it is exported."""
+        return f"{PREFIX}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +158,8 @@ METRICS = (
     Metric(
         "evictions_total",
         "counter",
-        "Checkpoints dropped, and whether they were ever used. forced: an allocation found no free slot.",
+        "Checkpoints dropped, and whether they were ever used. forced: an allocation found no free slot; hop_cap: a state with "
+        "fewer lossy round trips took its place; guard: the drift guard changed its mode, which starts over.",
         (Label("pool", ("checkpoint",)), Label("reason", get_args(EvictionReason)), Label("reused", ("yes", "no"))),
     ),
     Metric("commits_total", "counter", "Commits by what became of them.", (Label("outcome", get_args(CommitOutcome)),)),
@@ -183,6 +201,33 @@ METRICS = (
         why="0 is lossless and most are few; sixteen multiply the error two to five times.",
     ),
     Metric(
+        "logit_kl_nats",
+        "histogram",
+        "KL divergence between the next-token distributions of a recomputed and a restored run, position by position, sampled.",
+        unit="nats",
+        buckets=(0, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1),
+        why="Exactly 0 without a codec, about 1e-5 for bfloat16, 1e-4 to 0.05 for int8; 0.1 is the budget, 1 another state.",
+    ),
+    Metric(
+        "top1_agreement_total",
+        "counter",
+        "Positions of the same checks, by whether both runs found the same token likeliest.",
+        (Label("agreed", ("yes", "no")),),
+    ),
+    Metric(
+        "drift_checks_total",
+        "counter",
+        "Sampled comparisons of a restored run with a recomputed one; skipped ones were due, but not made.",
+        (Label("outcome", get_args(DriftOutcome)),),
+    ),
+    Metric(
+        "guard_mode",
+        "gauge",
+        "1 for the drift guard's mode, 0 for the others; without a guard there is no such series.",
+        (Label("mode", GUARD_MODES),),
+    ),
+    Metric("guard_changes_total", "counter", "Changes of the drift guard's mode.", (Label("to", GUARD_MODES),)),
+    Metric(
         "residency_seconds",
         "histogram",
         "How long a checkpoint lived.",
@@ -209,10 +254,28 @@ SPANS = (
     Span("free", False, "Give a slot back.", ("cache", "pool", "reason", "depth")),
 )
 
+GUARD_EVENT = SpanEvent("guard", "The drift guard changed its mode.", ("cache", "mode", "cause", "commits"))
+SPAN_EVENTS = (GUARD_EVENT,)
+
 SLOTS_EXHAUSTED = LogEvent(
     f"{PREFIX}.slots_exhausted", "warning", "A commit stored nothing: the checkpoint pool had no slot to give.", ("reason",)
 )
 STATE_NON_FINITE = LogEvent(f"{PREFIX}.state_non_finite", "error", "A state with NaN or Inf was refused.", ())
+CHECK_FAILED = LogEvent(
+    f"{PREFIX}.drift_check_failed", "warning", "The recomputation of a sampled logit check failed, and was contained.", ("error",)
+)
+GUARD_DEGRADED = LogEvent(
+    f"{PREFIX}.guard_degraded",
+    "warning",
+    "Compressed states drifted over the budget: the cache has started over with native states, or has stopped storing.",
+    ("mode", "cause", "commits"),
+)
+GUARD_RECOVERED = LogEvent(
+    f"{PREFIX}.guard_recovered",
+    "warning",  # whoever was told of the one must be told of the other
+    "Trials of the codec kept within the budget: the cache has started over with compressed states.",
+    ("mode", "cause", "commits"),
+)
 TELEMETRY_FAILED = LogEvent(f"{PREFIX}.telemetry_failed", "warning", "Telemetry failed, and was contained.", ("error",))
 OPERATION_DONE = LogEvent(
     f"{PREFIX}.operation",
@@ -220,4 +283,4 @@ OPERATION_DONE = LogEvent(
     "An operation ended; carries the attributes of its span. Only with a logger passed in, or once structlog is configured.",
     ("operation", "seconds"),
 )
-LOG_EVENTS = (SLOTS_EXHAUSTED, STATE_NON_FINITE, TELEMETRY_FAILED, OPERATION_DONE)
+LOG_EVENTS = (SLOTS_EXHAUSTED, STATE_NON_FINITE, CHECK_FAILED, GUARD_DEGRADED, GUARD_RECOVERED, TELEMETRY_FAILED, OPERATION_DONE)

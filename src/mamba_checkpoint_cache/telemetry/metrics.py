@@ -19,7 +19,16 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
-from mamba_checkpoint_cache.telemetry.catalogue import BYTE_KINDS, METRICS, SLOT_STATES, VERSION, Metric, Pool
+from mamba_checkpoint_cache.telemetry.catalogue import (
+    BYTE_KINDS,
+    GUARD_MODES,
+    METRICS,
+    SLOT_STATES,
+    VERSION,
+    GuardMode,
+    Metric,
+    Pool,
+)
 from mamba_checkpoint_cache.telemetry.containment import Containment
 
 Instrument = TypeVar("Instrument", Counter, Histogram)
@@ -39,10 +48,11 @@ class PoolSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PoolsSnapshot:
-    """All pools of a cache at one moment; ``info`` has the keys codec, state_dtype and fingerprint."""
+    """All pools of a cache at one moment; ``info`` has the keys codec, state_dtype and fingerprint; ``guard`` is its mode."""
 
     pools: tuple[PoolSnapshot, ...]
     info: Mapping[str, str]
+    guard: GuardMode | None = None
 
 
 class Metrics:
@@ -210,4 +220,5 @@ def _read(snapshot: PoolsSnapshot) -> dict[str, dict[tuple[str, ...], SupportsFl
         "slots": {(pool.name, state): n for pool in pools for state, n in zip(SLOT_STATES, pool.counts, strict=True)},
         "slot_capacity": {(pool.name,): pool.capacity for pool in pools},
         "bytes": {(pool.name, kind): getattr(pool, f"bytes_{kind}") for pool in pools for kind in BYTE_KINDS},
+        "guard_mode": {(mode,): mode == snapshot.guard for mode in GUARD_MODES if snapshot.guard is not None},
     }

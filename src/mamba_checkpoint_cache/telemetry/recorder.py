@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -16,7 +17,7 @@ from mamba_checkpoint_cache.telemetry.containment import Containment
 from mamba_checkpoint_cache.telemetry.logs import Logs
 from mamba_checkpoint_cache.telemetry.metrics import Metrics, PoolSnapshot, PoolsSnapshot
 from mamba_checkpoint_cache.telemetry.operation import Instruments, Operation
-from mamba_checkpoint_cache.telemetry.tracing import Tracing
+from mamba_checkpoint_cache.telemetry.tracing import Scalar, Tracing
 
 __all__ = ["NULL", "Birth", "NullTelemetry", "Operation", "PoolSnapshot", "PoolsSnapshot", "Telemetry"]
 
@@ -60,7 +61,8 @@ class Telemetry:
         self._clock = clock
         self._logs = Logs(cache, logger, clock)
         self._metrics = Metrics(cache, self.registry, self._contained)
-        self._instruments = Instruments(self._metrics, Tracing(cache, tracer_provider), self._logs, self._contained, clock)
+        self._tracing = Tracing(cache, tracer_provider)
+        self._instruments = Instruments(self._metrics, self._tracing, self._logs, self._contained, clock)
 
     def observe_pools(self, source: Callable[[], PoolsSnapshot]) -> None:
         """Call ``source`` at every scrape, from the scraping thread, and expose what it returns as gauges."""
@@ -137,6 +139,29 @@ class Telemetry:
             if birth.commit is not None and running is not None:
                 running.span.add_link(birth.commit)
 
+    def checked(self, outcome: names.DriftOutcome, *, kl_nats: Iterable[float] = (), agreed: Iterable[bool] = ()) -> None:
+        """One sampled logit check ended: by position, the KL (left out if not finite) and whether both runs agreed."""
+        with self._contained:
+            self._metrics.add("drift_checks_total", outcome)
+            for value in kl_nats:
+                if math.isfinite(value):
+                    self._observe("logit_kl_nats", value=value)
+            for same in agreed:
+                self._metrics.add("top1_agreement_total", "yes" if same else "no")
+
+    def check_failed(self, error: Exception) -> None:
+        """A sampled logit check came to nothing because of ``error``; :meth:`checked` counts it."""
+        with self._contained:
+            self._logs.emit(names.CHECK_FAILED, error=repr(error))
+
+    def guard_changed(self, to: names.GuardMode, *, cause: str, commits: int) -> None:
+        """The drift guard changed its mode, ``commits`` commits after the change before. An event on the span that is current."""
+        with self._contained:
+            self._metrics.add("guard_changes_total", to)
+            fields: dict[str, Scalar] = {"mode": to, "cause": cause, "commits": commits}
+            self._tracing.event(names.GUARD_EVENT, fields)
+            self._logs.emit(names.GUARD_RECOVERED if to == "normal" else names.GUARD_DEGRADED, **fields)
+
     def close(self) -> None:
         """Take the series out of the registry and let go of the pools: the name is free again. May be called twice."""
         with self._contained:
@@ -185,7 +210,8 @@ class NullTelemetry(Telemetry):
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    observe_pools = lookup = allocation = freed = compression = report = restored = committed = born = evicted = close = _nothing
+    observe_pools = lookup = allocation = freed = compression = report = restored = committed = born = evicted = _nothing
+    checked = check_failed = guard_changed = close = _nothing
 
 
 NULL = NullTelemetry()

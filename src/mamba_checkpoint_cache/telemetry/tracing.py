@@ -10,7 +10,7 @@ from opentelemetry import context, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span, SpanContext, Status, StatusCode, TracerProvider
 
-from mamba_checkpoint_cache.telemetry.catalogue import PREFIX, SCOPE, SPANS, VERSION, OperationName
+from mamba_checkpoint_cache.telemetry.catalogue import PREFIX, SCOPE, SPANS, VERSION, OperationName, SpanEvent
 from mamba_checkpoint_cache.telemetry.containment import Containment
 
 Scalar = str | bool | int | float
@@ -41,7 +41,7 @@ class Tracing:
         """End the span, whatever happens to its attributes; ``error`` is what the body raised."""
         try:
             if span.is_recording():
-                span.set_attributes({f"{PREFIX}.{key}": value for key, value in {"cache": self._cache, **attributes}.items()})
+                span.set_attributes(self._named(attributes))
                 if isinstance(error, Exception):
                     span.record_exception(error)
                     span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
@@ -49,6 +49,13 @@ class Tracing:
             if token is not None:
                 context.detach(token)
             span.end()
+
+    def event(self, event: SpanEvent, attributes: Mapping[str, Scalar]) -> None:
+        """Put an event on the span that is current, whoever opened it."""
+        trace.get_current_span().add_event(event.full_name, self._named(attributes))
+
+    def _named(self, attributes: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        return {f"{PREFIX}.{key}": value for key, value in {"cache": self._cache, **attributes}.items()}
 
 
 def sampled(span: Span) -> SpanContext | None:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mamba_checkpoint_cache.pools import Report
+    from mamba_checkpoint_cache.codec.report import Report
     from mamba_checkpoint_cache.slots import CheckpointSlot
 
 _serials = count()
@@ -54,7 +54,7 @@ class Node:
     checkpoint_evicted: bool = False
     """A checkpoint stood here and was evicted: says why a later match finds nothing."""
     quarantined: bool = False
-    """Out of the tree because its content may be poisoned; lives on until its last lease ends."""
+    """Out of the tree because its content is not to be used again; lives on until its last lease ends."""
     cut_off: bool = False
     """The top of a quarantined subtree. It still counts as a lease on its parent, whose KV those in quarantine build on."""
     ghosts: dict[bytes, None] = field(default_factory=dict)

@@ -31,6 +31,7 @@ class PrefixTree:
         self.checkpoints = Checkpoints(slots)
         self.kv = KvSide(kv)
         self.quarantined: set[Node] = set()
+        self._quarantined_kv: set[int] = set()
         self._now = 0
 
     def insert(self, key: bytes, kv: array[int]) -> Insertion:
@@ -57,8 +58,8 @@ class PrefixTree:
         return array("i", b"".join(parts[::-1]))
 
     def is_quarantined(self, kv: array[int]) -> bool:
-        """Whether any of these KV slots is the tree's already, with content that may be poisoned."""
-        return bool(self.quarantined) and not {i for node in self.quarantined for i in node.kv}.isdisjoint(kv)
+        """Whether any of these KV slots is the tree's already, with content that is not to be used again."""
+        return bool(self._quarantined_kv) and not self._quarantined_kv.isdisjoint(kv)
 
     def touch(self, node: Node) -> None:
         """Make ``node``, and no other, the most recently used."""
@@ -119,13 +120,8 @@ class PrefixTree:
         top = node
         while top.parent is not None and top.parent.depth > fresh_from:
             top = top.parent
-        self._cut_off(top)
-        members = [top, *self.radix.below(top)]
-        self.quarantined.update(members)
-        for member in members:
-            member.quarantined = True
-            if member.checkpoint is not None:
-                taken.append(self.checkpoints.detach(member))
+        members = self._cut_off(top)
+        taken += [self.checkpoints.detach(member) for member in members if member.checkpoint is not None]
         for member in reversed(members):
             if member in self.quarantined:  # else it went with a child
                 self._settle_down(member)
@@ -143,6 +139,16 @@ class PrefixTree:
             node.ghosts.clear()
         self.radix.root.ghosts.clear()
         return taken, tokens
+
+    def start_over(self) -> list[Checkpoint]:
+        """Empty the tree: what is in use goes into quarantine, the rest is removed.
+
+        Returns the checkpoints taken off, whose slots are to be freed. Those that are locked stay on their nodes until then.
+        """
+        taken, _ = self.clear()
+        for top in list(self.radix.root.children.values()):
+            self._cut_off(top)
+        return taken
 
     def check(self) -> None:
         """Raise :class:`InvariantError` unless nodes, slots, KV and queues agree."""
@@ -203,11 +209,18 @@ class PrefixTree:
             self._remove_upwards(node, remember=False)
         self.kv.watch(node)
 
-    def _cut_off(self, top: Node) -> None:
+    def _cut_off(self, top: Node) -> list[Node]:
+        """Put ``top`` and all below it in quarantine. Returns them, parents before children."""
         self.radix.detach(top)
         top.cut_off = True
         if top.parent is not None:
             self.lease(top.parent)
+        members = [top, *self.radix.below(top)]
+        for member in members:
+            member.quarantined = True
+            self._quarantined_kv.update(member.kv)
+        self.quarantined.update(members)
+        return members
 
     def _remove_upwards(self, node: Node, *, remember: bool) -> int:
         """Remove ``node`` if it may leave and has no checkpoint, then its ancestors likewise. Returns the KV tokens freed."""
@@ -231,6 +244,8 @@ class PrefixTree:
             self.radix.remove(leaf)
         leaf.parent = None
         self.kv.leaves.discard(leaf)
-        self.quarantined.discard(leaf)
+        if leaf.quarantined:
+            self.quarantined.discard(leaf)
+            self._quarantined_kv.difference_update(leaf.kv)
         self.kv.free(leaf.kv)
         return len(leaf.kv)
