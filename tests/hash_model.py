@@ -10,7 +10,8 @@ from torch import Tensor
 from mamba_checkpoint_cache import ActivePool, SideSpec, StateSpec
 from mamba_checkpoint_cache.codec.reference import NoneCodec
 from mamba_checkpoint_cache.integrations.continuation import ANY_STEPS
-from mamba_checkpoint_cache.serving.engine import Engine, EngineConfig
+from mamba_checkpoint_cache.serving.config import EngineConfig
+from mamba_checkpoint_cache.serving.engine import Engine
 from mamba_checkpoint_cache.serving.sampling import Sampling
 from mamba_checkpoint_cache.serving.tokens import ByteTokens
 

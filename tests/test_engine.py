@@ -15,7 +15,8 @@ from tiny_models import VOCAB, tiny_model
 from mamba_checkpoint_cache import Telemetry
 from mamba_checkpoint_cache.integrations.continuation import Mode
 from mamba_checkpoint_cache.integrations.probe import prepare_model
-from mamba_checkpoint_cache.serving.engine import Engine, EngineConfig
+from mamba_checkpoint_cache.serving.config import EngineConfig
+from mamba_checkpoint_cache.serving.engine import Engine
 from mamba_checkpoint_cache.serving.request import Request
 from mamba_checkpoint_cache.serving.sampling import Sampling
 from mamba_checkpoint_cache.serving.tokens import END_OF_TEXT, ByteTokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +23,7 @@ GREEDY = {"max_new_tokens": 5, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     options = ["serve", "--port", "0", "--threads", "1", "--chunk", str(CHUNK), "--codec", "none", "--checkpoint-slots", "200"]
-    with ServerProcess(*options) as process:
+    with ServerProcess(*options, "--drift-rate", "1", "--drift-checks-per-minute", "1000") as process:
         process.wait_until_listening()
         yield process
 
@@ -59,10 +60,10 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def test_what_it_says_at_start(server: ServerProcess) -> None:
-    """The log names the model, says that its weights are random, what the probe found, and what the pools come to."""
+    """The log names the model, what the probe found, what the pools come to, and what watches over the drift."""
     log = "".join(server.stderr)
 
-    words = ("random-gdn-hybrid", "its output means nothing", "continues exactly in chunks", "codec=none", "checkpoint_slots=200")
+    words = ("name=gdn-hybrid", "continues exactly in chunks", "codec=none", "checkpoint_slots=200", "drift guard", "rate=1.0")
     assert [word for word in words if word not in log] == []
     assert server.line.startswith("listening on http://127.0.0.1:")
 
@@ -110,7 +111,7 @@ def test_completions_answer_in_openais_shape(client: httpx.Client) -> None:
 
     body = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 5, "ignore_eos": True, "n": 1}).json()
 
-    assert (body["object"], body["model"]) == ("text_completion", "random-gdn-hybrid")
+    assert (body["object"], body["model"]) == ("text_completion", "gdn-hybrid")
     assert body["id"].startswith("cmpl-")
     assert body["choices"] == [{"index": 0, "text": expected["text"], "logprobs": None, "finish_reason": "length"}]
     usage = body["usage"]
@@ -237,7 +238,8 @@ DEEP = "[" * 100_000
         ({"text": "a", "sampling_params": []}, 400, "sampling_params must be a JSON object"),
         ({"text": "a", "stream": 1}, 400, "true or false"),
         ({"text": ["a", "b"], "stream": True}, 400, "one prompt"),
-        ({"text": "a", "return_logprob": True}, 400, "return_logprob is not supported"),
+        ({"text": "a", "return_hidden_states": True}, 400, "return_hidden_states is not supported"),
+        ({"text": "a", "top_logprobs_num": 2}, 400, "set return_logprob too"),
     ],
 )
 def test_bad_requests_are_told_what_is_wrong(client: httpx.Client, body: Any, status: int, words: str) -> None:
@@ -342,6 +344,24 @@ def test_the_metrics_move(client: httpx.Client) -> None:
     for pool in ("active", "checkpoint"):
         assert total(after, "slots", pool=pool) == total(after, "slot_capacity", pool=pool) > 0
     assert total(after, "slots", pool="active", state="free") == 8
+
+
+def test_hits_are_checked_while_nobody_asks(client: httpx.Client) -> None:
+    """Sampled hits are recomputed when the server has time; exact checkpoints show no drift beyond the last bits."""
+    prompt = ids_of(3 * CHUNK + 5, seed=123)
+    before = total(samples(client), "drift_checks_total", outcome="ok")
+    for _ in range(3):
+        generate(client, prompt)
+
+    deadline = time.monotonic() + 20
+    while total(after := samples(client), "drift_checks_total", outcome="ok") == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    assert total(after, "drift_checks_total", outcome="ok") > before
+    assert total(after, "logit_kl_nats_count") == total(after, "top1_agreement_total", agreed="yes") > 0
+    assert total(after, "logit_kl_nats_sum") < 1e-9
+    assert total(after, "drift_checks_total", outcome="failed") == 0
+    assert total(after, "guard_mode", mode="normal") == 1
 
 
 def test_openmetrics_for_who_asks(client: httpx.Client) -> None:

@@ -10,7 +10,8 @@ from hash_model import assert_clean, greedy
 from serving_side import real_model
 
 from mamba_checkpoint_cache.serving import near_ties
-from mamba_checkpoint_cache.serving.engine import Engine, EngineConfig
+from mamba_checkpoint_cache.serving.config import EngineConfig
+from mamba_checkpoint_cache.serving.engine import Engine
 from mamba_checkpoint_cache.serving.near_ties import NearTies
 from mamba_checkpoint_cache.serving.sampling import Sampler
 from mamba_checkpoint_cache.serving.tokens import ByteTokens
@@ -27,7 +28,7 @@ def test_a_lead_within_rounding_is_close(lead: float, close: bool) -> None:
     logits = torch.linspace(-2.0, 1.0, 257)
     logits[100] = logits.max() + lead
 
-    assert NearTies(real_model(), 16, 150).is_close(logits) is close
+    assert NearTies(real_model(), 16).is_close(logits) is close
 
 
 def test_a_close_choice_is_made_on_the_bits_of_a_run_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from mamba_checkpoint_cache.integrations.layout import UnsupportedModelError
 from mamba_checkpoint_cache.integrations.probe import prepare_model
 from mamba_checkpoint_cache.integrations.transformers import HybridModel
 from mamba_checkpoint_cache.pools import CheckpointPool
-from mamba_checkpoint_cache.serving.engine import Engine, EngineConfig
+from mamba_checkpoint_cache.serving.config import EngineConfig
+from mamba_checkpoint_cache.serving.engine import Engine
 from mamba_checkpoint_cache.serving.models import LoadedModel, load_model
 from mamba_checkpoint_cache.serving.options import DEFAULT_CHECKPOINT_SLOTS, OptionError, ServeOptions
 from mamba_checkpoint_cache.telemetry.recorder import Telemetry
@@ -36,7 +37,7 @@ def build_engine(options: ServeOptions, registry: CollectorRegistry) -> Engine:
     try:
         model = prepare_model(loaded.model)
         config = _config(options, model, loaded)
-        engine = Engine(model, loaded.tokens, config, Telemetry("default", registry=registry))
+        engine = Engine(model, loaded.tokens, config, Telemetry("default", registry=registry), guard=options.build_guard())
     except UnsupportedModelError as error:
         raise OptionError(f"{loaded.name} can't be served: {error}") from error
     except (ValueError, RuntimeError) as error:
@@ -44,6 +45,7 @@ def build_engine(options: ServeOptions, registry: CollectorRegistry) -> Engine:
             raise
         raise OptionError(f"the pools don't fit: {error}") from error
     _announce(engine, loaded)
+    _announce_drift(engine, options)
     return engine
 
 
@@ -65,16 +67,33 @@ def _config(options: ServeOptions, model: HybridModel, loaded: LoadedModel) -> E
         chunk=options.chunk,
         max_context=loaded.max_context,
         kv_slots=options.active_slots * loaded.max_context + KV_PER_CHECKPOINT * checkpoint_slots * options.chunk,
+        drift_rate=options.drift_rate,
+        drift_checks_per_minute=options.drift_checks_per_minute,
+        max_hops=options.max_hops,
     )
 
 
 def _announce(engine: Engine, loaded: LoadedModel) -> None:
-    weights = "trained" if loaded.trained else "random, from a fixed seed: its output means nothing"
-    logger.info("model", name=loaded.name, type=type(loaded.model).__name__, weights=weights, max_context=loaded.max_context)
+    logger.info("model", name=loaded.name, type=type(loaded.model).__name__, max_context=loaded.max_context)
     continuation = engine.model.continuation
     log = logger.info if continuation.mode is Mode.CHUNKS else logger.warning
     log("continuation probe", mode=str(continuation.mode), found=continuation.message)
     logger.info("pools", **sizes(engine))
+
+
+def _announce_drift(engine: Engine, options: ServeOptions) -> None:
+    limits = {"max_relative_error": options.max_relative_error, "max_kl": options.max_kl, "max_hops": options.max_hops}
+    logger.info("drift guard", action=options.guard, **limits)
+    if not options.drift_rate:
+        logger.info("drift checks", rate=0)
+        return
+    logger.info("drift checks", rate=options.drift_rate, per_minute=options.drift_checks_per_minute, bytes=check_bytes(engine))
+
+
+def check_bytes(engine: Engine) -> int:
+    """The most memory that a drift check takes: a state and its padding row, and the KV of one longest request."""
+    kv = 0 if engine.kv_store is None else engine.kv_store.bytes_per_slot
+    return 2 * engine.model.spec.native_bytes + engine.config.max_context * kv
 
 
 def sizes(engine: Engine) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,14 @@ import structlog
 from torch import Tensor
 
 from mamba_checkpoint_cache.cache import PrefixCache
-from mamba_checkpoint_cache.codec.base import Codec
+from mamba_checkpoint_cache.drift.guard import DriftGuard
 from mamba_checkpoint_cache.policy import CheckpointPolicy
 from mamba_checkpoint_cache.pools import CheckpointPool
-from mamba_checkpoint_cache.results import FlushResult
+from mamba_checkpoint_cache.results import FlushResult, Stored
+from mamba_checkpoint_cache.serving.config import EngineConfig
+from mamba_checkpoint_cache.serving.drift_checks import DriftChecks
 from mamba_checkpoint_cache.serving.kv_slots import KvSlots
+from mamba_checkpoint_cache.serving.logprobs import WantedLogprobs
 from mamba_checkpoint_cache.serving.near_ties import MAX_NOISE, NearTies
 from mamba_checkpoint_cache.serving.request import ABORTED, Finish, Request, unavailable
 from mamba_checkpoint_cache.serving.sampling import GREEDY, Sampler, Sampling
@@ -35,36 +38,6 @@ NEVER = 2**31 - 1
 logger = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """The name and the sizes of an engine.
-
-    ``chunk``: tokens of one prefill step. ``max_context``: tokens of the longest request, output included. ``kv_slots``: tokens
-    whose KV is kept, for running requests and cached prefixes together. ``caching`` False never stores a state: the same steps,
-    from the start.
-
-    Raises:
-        ValueError: if the KV of one request at its longest does not fit the KV slots.
-    """
-
-    name: str = "model"
-    active_slots: int = 8
-    checkpoint_slots: int = 64
-    codec: str | Codec = "int8"
-    page_size: int = 1
-    chunk: int = 64
-    max_context: int = 4096
-    kv_slots: int = 32768
-    max_waiting: int = 1024
-    caching: bool = True
-
-    def __post_init__(self) -> None:
-        if self.kv_slots < self.max_context:
-            raise ValueError(
-                f"kv_slots must be at least max_context, the longest request: got {self.kv_slots} and {self.max_context}"
-            )
-
-
 class Engine:
     """Runs requests on a model, through a prefix cache. One thread calls it; :meth:`check_request` alone may be called from any.
 
@@ -72,7 +45,16 @@ class Engine:
     depend on who else is there.
     """
 
-    def __init__(self, model: HybridModel, tokens: Tokens, config: EngineConfig, telemetry: Telemetry | None = None) -> None:
+    def __init__(
+        self,
+        model: HybridModel,
+        tokens: Tokens,
+        config: EngineConfig,
+        telemetry: Telemetry | None = None,
+        *,
+        guard: DriftGuard | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.model = model
         self.tokens = tokens
         self.config = config
@@ -83,18 +65,27 @@ class Engine:
             checkpoints=CheckpointPool(model.spec, config.checkpoint_slots, codec=config.codec, device=model.device),
             kv=self.kv,
             telemetry=telemetry,
-            policy=None if config.caching else CheckpointPolicy(min_tokens=NEVER),
+            policy=CheckpointPolicy(max_hops=config.max_hops) if config.caching else CheckpointPolicy(min_tokens=NEVER),
             page_size=config.page_size,
+            guard=guard,
         )
         self.scheduler = Scheduler(None if self.kv is None else self.kv.capacity, config.max_waiting)
         exact = config.caching and not self.cache.checkpoints.codec.lossy and model.continuation.noise <= MAX_NOISE
-        self._near_ties = NearTies(model, config.chunk, config.max_context) if exact else None
+        self._near_ties = NearTies(model, config.chunk) if exact else None
+        self._checks = DriftChecks(
+            model, self.cache, rate=config.drift_rate, per_minute=config.drift_checks_per_minute, clock=clock
+        )
         self.counts: Counter[str] = Counter()
         self._slots_are_out = False
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do: no request, and no drift check under way."""
+        return self.scheduler.idle and not self._checks.pending
+
     # -- what others ask of it -----------------------------------------------------------------------------------------
 
-    def check_request(self, tokens: Sequence[int], sampling: Sampling) -> None:
+    def check_request(self, tokens: Sequence[int], sampling: Sampling, logprobs: WantedLogprobs | None = None) -> None:
         """Raise :class:`ValueError` if such a request can never run."""
         if not tokens:
             raise ValueError("the prompt is empty: it must have at least one token")
@@ -103,10 +94,12 @@ class Engine:
             raise ValueError(f"{asked} exceed the {self.config.max_context} tokens that a request may have")
         if not all(0 <= token < self.tokens.vocab_size for token in tokens):
             raise ValueError(f"token ids must lie in 0 … {self.tokens.vocab_size - 1}")
+        if logprobs is not None:
+            logprobs.check(len(tokens), self.tokens.vocab_size)
 
     def submit(self, request: Request) -> None:
         """Queue a request that passes :meth:`check_request`."""
-        self.check_request(request.tokens, request.sampling)
+        self.check_request(request.tokens, request.sampling, request.logprobs)
         if len(self.scheduler.waiting) >= self.scheduler.max_waiting:
             self._close(request, unavailable(f"{self.scheduler.max_waiting} requests are waiting already"))
         else:
@@ -149,7 +142,10 @@ class Engine:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One prefill chunk, then one token for everyone who decodes. What fails is one request, never the engine."""
+        """One prefill chunk, then one token for everyone who decodes, and perhaps a slice of a drift check.
+
+        What fails is one request, never the engine.
+        """
         self._admit()
         for running in self.scheduler.turn():
             try:
@@ -159,6 +155,7 @@ class Engine:
                 finish = _failure(error)
             if finish is not None:
                 self._end(running, finish)
+        self._checks.step(idle=self.scheduler.idle)
 
     def _admit(self) -> None:
         """Give active slots to those who wait, as far as slots and KV go."""
@@ -184,17 +181,27 @@ class Engine:
             session = self.model.start(self.cache.active, slot.index, kv=self.kv_store, kv_ids=lease.kv, depth=lease.depth)
             undo.pop_all()
         request.cached_tokens = lease.depth
+        request.skip_prompt_logprobs(lease.depth)
         self.counts.update(requests=1, prompt_tokens=len(request.tokens), cached_tokens=lease.depth)
         sampler, sequence = Sampler(request.sampling), array("i", request.tokens)
-        return Running(request, slot, lease, session, sampler, sequence, kv=array("i", lease.kv), num_owned=len(lease.kv))
+        running = Running(request, slot, lease, session, sampler, sequence, kv=array("i", lease.kv), num_owned=len(lease.kv))
+        self._checks.started(running)
+        return running
 
     def _run(self, running: Running) -> Tensor:
         """Run the next step of one request: a chunk of its prompt, or its newest token. Returns the last token's logits."""
         begin, end = running.session.depth, running.step_end(self.config.chunk)
         ids = self._allocate_kv(end - begin)
         running.kv.extend(ids)
-        logits = running.session.run(running.sequence[begin:end], ids)
+        tokens, request = running.sequence[begin:end], running.request
+        if request.lacks_prompt_logprobs(end):
+            every = running.session.run(tokens, ids, every=True)
+            request.add_prompt_logprobs(begin, every)
+            logits = every[-1]
+        else:
+            logits = running.session.run(tokens, ids)
         self.cache.active.advance(running.slot, depth=end)
+        self._checks.ran(running, logits)
         return logits
 
     def _postprocess(self, running: Running, logits: Tensor) -> Finish | None:
@@ -211,11 +218,11 @@ class Engine:
         request, sampling = running.request, running.request.sampling
         if sampling.max_new_tokens == 0:
             return Finish("length")
-        token = running.sampler.choose(self._settled(running, logits))
+        logits = self._settled(running, logits)
+        token = running.sampler.choose(logits)
         running.sequence.append(token)
-        request.output.append(token)
         self.counts["output_tokens"] += 1
-        request.notify()
+        request.add_output(token, logits)
         if token in sampling.stop_ids or (token in self.tokens.eos_ids and not sampling.ignore_eos):
             return Finish("stop", matched=token)
         if (text := self._stop_text(request)) is not None:
@@ -254,6 +261,8 @@ class Engine:
         running.donated = donate
         running.kv[: len(result.kv)] = result.kv
         running.num_owned = len(result.kv)
+        if isinstance(result, Stored):
+            self._checks.stored(running)
 
     def _allocate_kv(self, count: int) -> array[int]:
         """KV slots for ``count`` tokens, if need be after dropping the least recently used prefixes."""
@@ -270,6 +279,7 @@ class Engine:
     def _end(self, running: Running, finish: Finish) -> None:
         """Give back all that a request holds, and end it."""
         self.scheduler.running.remove(running)
+        self._checks.ended(running, finish)
         self._slots_are_out = False
         try:
             if self.kv is not None:

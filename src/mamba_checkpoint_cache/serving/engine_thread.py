@@ -25,7 +25,9 @@ logger = structlog.get_logger()
 
 
 class EngineThread:
-    """Builds an engine with ``build`` and steps it for as long as there is work. All methods may be called from any thread.
+    """Builds an engine with ``build`` and steps it for as long as there is work, drift checks included.
+
+    All methods may be called from any thread.
 
     ``ready`` gives the engine once it is built, or what ``build`` raised.
     """
@@ -91,7 +93,7 @@ class EngineThread:
     def _obey(self, engine: Engine) -> None:
         """Do what was asked since the last step; without work, wait to be asked."""
         with suppress(Empty):
-            command = self._inbox.get(block=engine.scheduler.idle)
+            command = self._inbox.get(block=engine.idle)
             while True:
                 command(engine)
                 command = self._inbox.get_nowait()

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from mamba_checkpoint_cache.serving.recompute import Recomputation, drained
+
 if TYPE_CHECKING:
     from mamba_checkpoint_cache.integrations.transformers import HybridModel
 
@@ -24,12 +26,10 @@ class NearTies:
     one in a thousand, which is then decided by running the whole sequence from the start.
     """
 
-    def __init__(self, model: HybridModel, chunk: int, max_context: int) -> None:
+    def __init__(self, model: HybridModel, chunk: int) -> None:
         self._margin = MARGIN * model.continuation.noise
-        self._model = model
         self._chunk = chunk
-        self._pool = model.active_pool(1)
-        self._kv = model.kv_store(max_context)
+        self._recomputation = Recomputation(model)
 
     def is_close(self, logits: Tensor) -> bool:
         """Whether rounding could make another token of ``logits`` ``[vocabulary]`` the likeliest."""
@@ -38,10 +38,6 @@ class NearTies:
 
     def logits_from_start(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
         """The logits after ``prompt`` and ``output``, in the steps of a run without a cache: chunks, then token by token."""
-        ends = [*range(self._chunk, len(prompt), self._chunk), *range(len(prompt), len(prompt) + len(output) + 1)]
         sequence = [*prompt, *output]
-        session = self._model.start(self._pool, 1, kv=self._kv)
-        for end in ends:
-            begin = session.depth
-            logits = session.run(sequence[begin:end], range(begin + 1, end + 1))
-        return logits
+        ends = [*range(self._chunk, len(prompt), self._chunk), *range(len(prompt), len(sequence) + 1)]
+        return drained(self._recomputation.run(sequence, [len(sequence)], ends=ends))[0]

@@ -74,12 +74,22 @@ class Sampler:
         Raises:
             NonFiniteLogitsError: if a logit is NaN or infinite.
         """
-        logits = logits.float().cpu()
-        if not torch.isfinite(logits).all():
-            raise NonFiniteLogitsError("the model's logits are not finite")
+        logits = finite(logits)
         if self._generator is None:
             return int(logits.argmax())
         probabilities = torch.softmax((logits - logits.max()) / self._sampling.temperature, dim=-1)
         ordered, ids = probabilities.sort(descending=True, stable=True)
         ordered[ordered.cumsum(0) - ordered >= self._sampling.top_p] = 0
         return int(ids[torch.multinomial(ordered, 1, generator=self._generator)])
+
+
+def finite(logits: Tensor) -> Tensor:
+    """``logits`` in float32 on the host.
+
+    Raises:
+        NonFiniteLogitsError: if one is NaN or infinite.
+    """
+    logits = logits.float().cpu()
+    if not torch.isfinite(logits).all():
+        raise NonFiniteLogitsError("the model's logits are not finite")
+    return logits

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mamba_checkpoint_cache.drift.monitor import Sample
 from mamba_checkpoint_cache.results import Match
 from mamba_checkpoint_cache.serving.request import Request
 from mamba_checkpoint_cache.serving.sampling import Sampler
@@ -21,7 +22,8 @@ class Running:
     """A request that has a slot.
 
     ``sequence``: prompt and output. ``kv``: the KV slots of the tokens that have run; the first ``num_owned`` are the tree's.
-    ``donated``: the slot was handed to the cache with the last commit.
+    ``ends``: where the steps behind its state ended, from the start of the sequence, also those that other requests took.
+    ``donated``: the slot was handed to the cache with the last commit. ``sample``: its logits, if they are to be checked.
     """
 
     request: Request
@@ -32,7 +34,9 @@ class Running:
     sequence: array[int]
     kv: array[int]
     num_owned: int
+    ends: array[int] = field(default_factory=lambda: array("i"))
     donated: bool = False
+    sample: Sample | None = None
 
     @property
     def prefilling(self) -> bool:

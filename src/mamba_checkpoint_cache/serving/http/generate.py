@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from mamba_checkpoint_cache.serving.http.body import Fields, Prompts, id_prompts, kind_of, read_fields, text_prompts
 from mamba_checkpoint_cache.serving.http.errors import bad_request
 from mamba_checkpoint_cache.serving.http.generation import Generation, text_of, unless_disconnected
+from mamba_checkpoint_cache.serving.http.logprobs import LogprobFields, read_logprobs
 from mamba_checkpoint_cache.serving.http.service import service_of
 from mamba_checkpoint_cache.serving.http.sse import event_stream
 from mamba_checkpoint_cache.serving.request import Finish, Request
@@ -28,28 +29,29 @@ async def generate(http: HttpRequest) -> Response:
     fields = await read_fields(http)
     prompts = _prompts(fields, tokens)
     sampling = _sampling(fields.section("sampling_params"))
+    logprobs = read_logprobs(fields, prompts.tokens, sampling)
     stream = fields.flag("stream")
     fields.close()
     if stream and prompts.listed:
         raise bad_request("a stream takes one prompt, not a list of them", "stream")
-    generation = Generation(service, prompts.tokens, sampling)
+    generation = Generation(service, prompts.tokens, sampling, None if logprobs is None else logprobs.wanted)
     if stream:
-        return await event_stream(http, _stream(generation, tokens))
-    results = await unless_disconnected(http, _results(generation, tokens))
+        return await event_stream(http, _stream(generation, tokens, logprobs))
+    results = await unless_disconnected(http, _results(generation, tokens, logprobs))
     return Response() if results is None else JSONResponse(results if prompts.listed else results[0])
 
 
-async def _results(generation: Generation, tokens: Tokens) -> list[dict[str, Any]]:
+async def _results(generation: Generation, tokens: Tokens, logprobs: LogprobFields | None) -> list[dict[str, Any]]:
     begin = time.perf_counter()
     async with generation:
-        return [_result(request, tokens, begin) for request in await generation.finished()]
+        return [_result(request, tokens, logprobs, begin) for request in await generation.finished()]
 
 
-async def _stream(generation: Generation, tokens: Tokens) -> AsyncGenerator[dict[str, Any]]:
+async def _stream(generation: Generation, tokens: Tokens, logprobs: LogprobFields | None) -> AsyncGenerator[dict[str, Any]]:
     begin = time.perf_counter()
     async with generation:
         async for _ in generation.changes():
-            yield _result(generation.requests[0], tokens, begin)
+            yield _result(generation.requests[0], tokens, logprobs, begin)
 
 
 def _prompts(fields: Fields, tokens: Tokens) -> Prompts:
@@ -80,7 +82,7 @@ def _sampling(params: Fields) -> Sampling:
     return sampling
 
 
-def _result(request: Request, tokens: Tokens, begin: float) -> dict[str, Any]:
+def _result(request: Request, tokens: Tokens, logprobs: LogprobFields | None, begin: float) -> dict[str, Any]:
     finish = request.finish  # read first: once it is there, the output is complete
     return {
         "text": text_of(request, tokens),
@@ -92,6 +94,7 @@ def _result(request: Request, tokens: Tokens, begin: float) -> dict[str, Any]:
             "completion_tokens": len(request.output),
             "cached_tokens": request.cached_tokens,
             "e2e_latency": time.perf_counter() - begin,
+            **(logprobs.of(request, tokens) if logprobs else {}),
         },
     }
 

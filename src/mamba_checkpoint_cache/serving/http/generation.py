@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from mamba_checkpoint_cache.serving.engine_thread import EngineThread
 from mamba_checkpoint_cache.serving.http.errors import bad_request, of_finish
 from mamba_checkpoint_cache.serving.http.service import Service
+from mamba_checkpoint_cache.serving.logprobs import WantedLogprobs
 from mamba_checkpoint_cache.serving.request import Request
 from mamba_checkpoint_cache.serving.sampling import Sampling
 from mamba_checkpoint_cache.serving.tokens import Tokens
@@ -25,17 +26,19 @@ REPLACEMENT = "\ufffd"
 class Generation:
     """The requests of one call: handed to the engine on entry, and aborted on exit if they have not ended by then."""
 
-    def __init__(self, service: Service, prompts: Sequence[list[int]], sampling: Sampling) -> None:
+    def __init__(
+        self, service: Service, prompts: Sequence[list[int]], sampling: Sampling, logprobs: WantedLogprobs | None = None
+    ) -> None:
         engine = service.engine()
         try:
             for prompt in prompts:
-                engine.check_request(prompt, sampling)
+                engine.check_request(prompt, sampling, logprobs)
         except ValueError as error:
             raise bad_request(str(error)) from None
         self._thread: EngineThread = service.thread
         self._changed = asyncio.Event()
         notify = partial(_wake, asyncio.get_running_loop(), self._changed.set)
-        self.requests = [Request(prompt, sampling, notify) for prompt in prompts]
+        self.requests = [Request(prompt, sampling, notify, logprobs) for prompt in prompts]
 
     async def __aenter__(self) -> Self:
         for request in self.requests:
