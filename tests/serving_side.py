@@ -16,7 +16,7 @@ import torch
 
 from mamba_checkpoint_cache.integrations.probe import prepare_model
 from mamba_checkpoint_cache.integrations.transformers import HybridModel
-from mamba_checkpoint_cache.serving.models import build_random_model
+from mamba_checkpoint_cache.small_models.architectures import build_gdn_hybrid
 
 COMMAND_LINE = "import sys; from mamba_checkpoint_cache.cli import main; sys.exit(main())"
 
@@ -26,7 +26,7 @@ def real_model() -> HybridModel:
     """A tiny probed Qwen3.5 with random weights."""
     torch.set_num_threads(1)
     return prepare_model(
-        build_random_model(head_dim=16, hidden_size=32, num_heads=2, layers=("linear_attention", "full_attention"))
+        build_gdn_hybrid(head_dim=16, hidden_size=32, num_heads=2, layers=("linear_attention", "full_attention"))
     )
 
 

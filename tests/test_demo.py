@@ -51,13 +51,13 @@ def result() -> dict[str, Any]:
 def test_the_result_has_the_public_keys(result: dict[str, Any]) -> None:
     """The keys that others rely on, JSON all through, and a table that says what the model is."""
     tokens = {"prompt_tokens", "reused_tokens", "lost_tokens"}
-    others = {"checkpoints", "evictions", "bytes", "relative_error", "latency_ms", "equal_memory"}
+    others = {"checkpoints", "evictions", "bytes", "relative_error", "drift", "latency_ms", "equal_memory"}
     assert result.keys() == {"model", "codec", "requests"} | tokens | others
     assert result["checkpoints"].keys() == {"stored", "duplicate", "skipped"}
     assert result["bytes"].keys() == {"occupied", "native_equivalent", "saved"}
     assert result["latency_ms"].keys() == {"hit_p50", "miss_p50"}
     assert json.loads(json.dumps(result, allow_nan=False)) == result
-    assert "random weights" in demo_table(result)
+    assert "gdn-hybrid" in demo_table(result)
 
 
 def test_the_figures_agree_with_the_workload(result: dict[str, Any]) -> None:
@@ -84,6 +84,16 @@ def test_the_error_is_that_of_int8(result: dict[str, Any]) -> None:
 
     assert MIN_INT8_ERROR < error["p50"] <= error["p95"] <= error["max"] < MAX_INT8_ERROR
     assert "upper bound" in error["source"]
+
+
+def test_drift_is_observed(result: dict[str, Any]) -> None:
+    """Some hits were recomputed: int8 moves the logits, by little, and next to no choices."""
+    drift = result["drift"]
+
+    assert drift["checks"]["ok"] > 0 == drift["checks"]["failed"]
+    assert drift["tokens"] >= drift["checks"]["ok"]
+    assert 0 < drift["kl_mean_nats"] < 0.05
+    assert 0.9 < drift["top1"] <= 1
 
 
 def test_the_codecs_are_compared_at_equal_bytes(result: dict[str, Any]) -> None:
@@ -139,6 +149,7 @@ def test_options_reach_the_server() -> None:
     given = dict(zip(arguments[::2], arguments[1::2], strict=True))
 
     assert given == {
+        "--model": "gdn-hybrid",
         "--codec": "none",
         "--checkpoint-memory": "12345",
         "--active-slots": "8",
@@ -146,6 +157,12 @@ def test_options_reach_the_server() -> None:
         "--chunk": "32",
         "--host": "127.0.0.1",
         "--port": "0",
+        "--drift-rate": "0.01",
+        "--drift-checks-per-minute": "6",
+        "--guard": "native",
+        "--max-relative-error": "0.05",
+        "--max-kl": "0.1",
+        "--otlp-ratio": "0.1",
     }
 
 

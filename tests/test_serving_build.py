@@ -20,7 +20,7 @@ from mamba_checkpoint_cache.serving.tokens import ByteTokens
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = LoadedModel("tiny", real_model().model, ByteTokens(), 512, trained=False)
+    loaded = LoadedModel("tiny", real_model().model, ByteTokens(), 512)
     monkeypatch.setattr(build, "load_model", lambda path: loaded)
     monkeypatch.setattr(build, "prepare_model", lambda model: real_model())
 
@@ -77,11 +77,41 @@ def test_it_says_what_it_found(mode: Mode, level: str) -> None:
     stand_in = SimpleNamespace(model=model, cache=engine.cache, config=engine.config, kv=engine.kv)
 
     with capture_logs() as logs:
-        build._announce(stand_in, build.load_model(None))
+        build._announce(stand_in, build.load_model("tiny"))
 
     found = {log["event"]: log for log in logs}
-    assert "random" in found["model"]["weights"]
+    assert found["model"]["name"] == "tiny"
     assert (found["continuation probe"]["found"], found["continuation probe"]["log_level"]) == ("as found", level)
     pools = found["pools"]
     assert (pools["codec"], pools["checkpoint_slots"]) == ("int8", 5)
     assert pools["pool_bytes"] == 6 * pools["checkpoint_bytes"] < 6 * pools["native_bytes"]
+
+
+def test_drift_options_reach_the_engine() -> None:
+    """Rate, bound, hops and guard are what was asked for, and the log says so, and what memory the checks take."""
+    options = ServeOptions(drift_rate=0.5, drift_checks_per_minute=60, guard="stop", max_kl=0.2, max_hops=3)
+    registry = CollectorRegistry()
+
+    with capture_logs() as logs:
+        engine = build.build_engine(options, registry)
+
+    found = {log["event"]: {key: value for key, value in log.items() if key not in {"event", "log_level"}} for log in logs}
+    assert found["drift guard"] == {"action": "stop", "max_relative_error": 0.05, "max_kl": 0.2, "max_hops": 3}
+    assert found["drift checks"] == {"rate": 0.5, "per_minute": 60, "bytes": build.check_bytes(engine)}
+    assert (engine.config.drift_rate, engine.config.drift_checks_per_minute, engine.cache.policy.max_hops) == (0.5, 60, 3)
+    assert registry.get_sample_value("mamba_checkpoint_guard_mode", {"cache": "default", "mode": "normal"}) == 1
+    pool = engine._checks._recomputation._pool
+    held = sum(tensor.nbytes for tensor in (pool.state, *pool.side.values()))
+    assert build.check_bytes(engine) == held + 512 * engine.kv_store.bytes_per_slot
+
+
+def test_no_guard_and_no_checks_on_demand() -> None:
+    """``guard`` off and a rate of 0 leave the cache without either, and the log says so."""
+    registry = CollectorRegistry()
+    with capture_logs() as logs:
+        engine = build.build_engine(ServeOptions(drift_rate=0.0, guard="off"), registry)
+
+    found = {log["event"]: log for log in logs}
+    assert (found["drift guard"]["action"], found["drift checks"]["rate"]) == ("off", 0)
+    assert registry.get_sample_value("mamba_checkpoint_guard_mode", {"cache": "default", "mode": "normal"}) is None
+    assert engine._checks._recomputation is None

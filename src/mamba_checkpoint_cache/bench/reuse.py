@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-
+from mamba_checkpoint_cache.bench.one_thread import one_thread
 from mamba_checkpoint_cache.bench.trace import replay_trace
 from mamba_checkpoint_cache.codec import CODEC_NAMES
 from mamba_checkpoint_cache.integrations.probe import prepare_model
 from mamba_checkpoint_cache.pools import CheckpointPool
-from mamba_checkpoint_cache.serving.engine import Engine, EngineConfig
-from mamba_checkpoint_cache.serving.models import RANDOM_MODEL, build_random_model
+from mamba_checkpoint_cache.serving.config import EngineConfig
+from mamba_checkpoint_cache.serving.engine import Engine
 from mamba_checkpoint_cache.serving.progress import Advance, progress
 from mamba_checkpoint_cache.serving.sampling import Sampling
 from mamba_checkpoint_cache.serving.tokens import ByteTokens
+from mamba_checkpoint_cache.small_models.architectures import build_gdn_hybrid
 
 NATIVE_SLOTS = 48
 """Slots of the native pool; the int8 pool has as many as fit the same bytes."""
@@ -39,16 +37,16 @@ def run(*, native_slots: int = NATIVE_SLOTS, trace: Path | None = None) -> dict[
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     model = prepare_model(
-        build_random_model(head_dim=128, num_heads=2, hidden_size=64, layers=("linear_attention", "full_attention"))
+        build_gdn_hybrid(head_dim=128, num_heads=2, hidden_size=64, layers=("linear_attention", "full_attention"))
     )
     pool_bytes = (native_slots + 1) * CheckpointPool.bytes_per_slot_for(model.spec, "none")
     result: dict[str, Any] = {
-        "model": f"{RANDOM_MODEL}, random weights",
+        "model": "gdn-hybrid with two heads of 128 x 128, random weights",
         "state_dtype": str(model.spec.dtype).removeprefix("torch."),
         "pool_bytes": pool_bytes,
     }
     slots = {codec: CheckpointPool.slots_for(model.spec, codec, pool_bytes) for codec in CODEC_NAMES}
-    with _one_thread(), progress("requests", sum(map(_expected_requests, slots.values()))) as advance:
+    with one_thread(), progress("requests", sum(map(_expected_requests, slots.values()))) as advance:
         for codec in CODEC_NAMES:
             config = EngineConfig(checkpoint_slots=slots[codec], codec=codec, chunk=PREFIX_TOKENS)
             result[codec] = _find_knee(Engine(model, ByteTokens(), config), advance)
@@ -94,17 +92,6 @@ def reused_share(engine: Engine, prefixes: int, advance: Advance) -> float:
                 reused += request.cached_tokens
                 total += len(request.tokens)
     return reused / total
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Operations this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _expected_requests(slots: int) -> int:

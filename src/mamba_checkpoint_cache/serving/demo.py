@@ -24,10 +24,15 @@ from mamba_checkpoint_cache.serving.options import OptionError, ServeOptions
 from mamba_checkpoint_cache.serving.progress import Advance, progress
 from mamba_checkpoint_cache.serving.scrape import Scrape
 from mamba_checkpoint_cache.serving.workload import Session, Workload, generate_workload
+from mamba_checkpoint_cache.small_models import SMALL_MODELS
 
 POOL_BYTES = 6 * 2**20
 """What the checkpoints get unless an option says otherwise: too little for the workload's states in fp32."""
+SESSIONS = {"chats": 24, "agents": 12, "forks": 8, "resends": 6}
 CONCURRENCY = 4
+DRIFT_RATE, DRIFT_CHECKS_PER_MINUTE = 1.0, 600
+"""One check after another, where a server by default makes few: a short run has to show something."""
+LAST_CHECK_SECONDS = 10.0
 REPLY_TOKENS = 8
 SMALL_MODEL_THREADS = 1
 """Operations this small gain nothing from a second thread, and lose tenfold on a machine that has other work."""
@@ -63,10 +68,12 @@ def run(options: ServeOptions, workload: Workload | None = None) -> dict[str, An
     Raises:
         OptionError: if the server ends before it is ready, or refuses a request.
     """
-    workload = workload or generate_workload(chats=24, agents=12, forks=8, resends=6)
-    options = replace(options, port=0, threads=options.threads or (None if options.model else SMALL_MODEL_THREADS))
+    workload = workload or generate_workload(**SESSIONS)
+    small = options.model in SMALL_MODELS
+    options = replace(options, port=0, threads=options.threads or (SMALL_MODEL_THREADS if small else None))
     if options.checkpoint_slots is None and options.checkpoint_memory_bytes is None:
         options = replace(options, checkpoint_memory_bytes=POOL_BYTES)
+    options = replace(options, drift_rate=DRIFT_RATE, drift_checks_per_minute=DRIFT_CHECKS_PER_MINUTE)
     with _ending_on_signals():
         replays = {options.codec: _replay(options, workload)}
         pool_bytes = int(replays[options.codec].scrape.value("bytes", pool="checkpoint", kind="reserved"))
@@ -74,9 +81,8 @@ def run(options: ServeOptions, workload: Workload | None = None) -> dict[str, An
         for codec in CODEC_NAMES:
             if codec not in replays:
                 replays[codec] = _replay(replace(equal, codec=codec), workload)
-    weights = "" if options.model else " (Qwen3.5 layers, random weights from a fixed seed)"
     return {
-        "model": replays[options.codec].model + weights,
+        "model": replays[options.codec].model,
         "codec": options.codec,
         **_report(replays[options.codec]),
         "equal_memory": {"pool_bytes": pool_bytes, **{codec: _arm(replays[codec].scrape) for codec in CODEC_NAMES}},
@@ -110,10 +116,23 @@ def _report(replay: Replay) -> dict[str, Any]:
             "max": errors.quantile(1.0),
             "source": "histogram: interpolated within buckets; max is the upper bound of the highest bucket in use",
         },
+        "drift": _drift(scrape),
         "latency_ms": {
             "hit_p50": _median(reply.milliseconds for reply in replay.replies if reply.cached_tokens),
             "miss_p50": _median(reply.milliseconds for reply in replay.replies if not reply.cached_tokens),
         },
+    }
+
+
+def _drift(scrape: Scrape) -> dict[str, Any]:
+    """The sampled logit checks: how they ended, and what they found over all tokens that were compared."""
+    agreed = scrape.by("top1_agreement_total", "agreed")
+    tokens = sum(agreed.values())
+    return {
+        "checks": scrape.by("drift_checks_total", "outcome"),
+        "tokens": tokens,
+        "kl_mean_nats": scrape.value("logit_kl_nats_sum") / tokens if tokens else None,
+        "top1": agreed["yes"] / tokens if tokens else None,
     }
 
 
@@ -133,13 +152,20 @@ def _median(values: Iterator[float]) -> float | None:
 def _replay(options: ServeOptions, workload: Workload) -> Replay:
     sys.stderr.write(f"starting the server with codec {options.codec}\n")
     with _server(options) as url, progress(f"requests, codec {options.codec}", len(workload.order)) as advance:
-        return asyncio.run(_drive(url, workload, advance, as_bytes=options.model is None))
+        return asyncio.run(drive(url, workload, advance))
 
 
-async def _drive(url: str, workload: Workload, advance: Advance, *, as_bytes: bool) -> Replay:
-    """Take the workload's turns in their order, a few at a time; a session's next turn waits for its last."""
+async def drive(url: str, workload: Workload, advance: Advance, *, pause: float = 0.0) -> Replay:
+    """Take the workload's turns in their order, a few at a time, with ``pause`` seconds after each.
+
+    A session's next turn waits for its last.
+
+    Raises:
+        OptionError: if the server refuses a request.
+    """
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:  # noqa: S113 - Ctrl-C ends it
-        transcripts = [_Transcript(session, as_bytes) for session in workload.sessions]
+        model = (await _get(client, "/v1/models")).json()["data"][0]["id"]
+        transcripts = [_Transcript(session, as_bytes=model in SMALL_MODELS) for session in workload.sessions]
         turns = iter(workload.order)
         replies: list[Reply] = []
 
@@ -147,18 +173,26 @@ async def _drive(url: str, workload: Workload, advance: Advance, *, as_bytes: bo
             for index in turns:
                 replies.append(await transcripts[index].next_turn(client))
                 advance(1)
+                await asyncio.sleep(pause)
 
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(CONCURRENCY):
-                workers.create_task(worker())
-        model = (await _get(client, "/v1/models")).json()["data"][0]["id"]
-        return Replay(model, replies, Scrape((await _get(client, "/metrics")).text))
+        await asyncio.gather(*(worker() for _ in range(CONCURRENCY)))
+        return Replay(model, replies, await _last_scrape(client))
+
+
+async def _last_scrape(client: httpx.AsyncClient) -> Scrape:
+    """The counters at the end, once the check under way has come to its own: a server without work is soon done with it."""
+    deadline = time.monotonic() + LAST_CHECK_SECONDS
+    while True:
+        scrape = Scrape((await _get(client, "/metrics")).text)
+        if scrape.by("drift_checks_total", "outcome")["ok"] or time.monotonic() > deadline:
+            return scrape
+        await asyncio.sleep(0.05)
 
 
 class _Transcript:
     """A session as it goes on: all that was said so far, as token ids where a byte is a token, else as text."""
 
-    def __init__(self, session: Session, as_bytes: bool) -> None:
+    def __init__(self, session: Session, *, as_bytes: bool) -> None:
         self._encode: Callable[[str], Any] = _token_ids if as_bytes else str
         self._field, self._output = ("input_ids", "output_ids") if as_bytes else ("text", "text")
         self._said = self._encode(session.opening)

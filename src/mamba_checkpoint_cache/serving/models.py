@@ -1,101 +1,49 @@
-"""What is served: a model of the transformers library from a folder or the hub, or a small one with random weights."""
+"""What is served: a model of the transformers library from a folder or the hub, or a small one that ships with the package."""
 
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from mamba_checkpoint_cache.serving.options import OptionError
-from mamba_checkpoint_cache.serving.tokens import END_OF_TEXT, ByteTokens, LibraryTokens, Tokens
+from mamba_checkpoint_cache.serving.tokens import ByteTokens, LibraryTokens, Tokens
+from mamba_checkpoint_cache.small_models import SMALL_MODELS
 
 MAX_CONTEXT = 8192
 """Tokens of the longest request that is served, whatever the model could do."""
-RANDOM_MODEL = "random-gdn-hybrid"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, its tokenizer, the name it is served under, and whether its weights were ever trained."""
+    """A model, its tokenizer, and the name it is served under."""
 
     name: str
     model: PreTrainedModel
     tokens: Tokens
     max_context: int
-    trained: bool
 
 
-def load_model(path: str | None) -> LoadedModel:
-    """The model in a folder or on the hub; None is the random one. A folder without a tokenizer gets byte tokens.
+def load_model(path: str) -> LoadedModel:
+    """The model in a folder, of the small ones that ship, or on the hub. A folder without a tokenizer gets byte tokens.
 
     Raises:
         OptionError: if there is no model there that can be loaded, or no tokenizer that fits it.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if path is None:
-        return LoadedModel(RANDOM_MODEL, build_random_model(), ByteTokens(), MAX_CONTEXT, trained=False)
+    disable_progress_bar()  # type: ignore[no-untyped-call] # the caller has one of its own
+    path = str(SMALL_MODELS.get(path, path))
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
         tokens = _tokens(path, model)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise OptionError(f"can't load a model from {path}: {_first_line(error)}") from error
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or MAX_CONTEXT
-    return LoadedModel(Path(path).name or path, model, tokens, min(longest, MAX_CONTEXT), trained=True)
-
-
-def build_random_model(
-    *,
-    head_dim: int = 64,
-    num_heads: int = 4,
-    hidden_size: int = 128,
-    layers: tuple[str, ...] = ("linear_attention", "linear_attention", "linear_attention", "full_attention"),
-    vocab_size: int = ByteTokens.vocab_size,
-    seed: int = 0,
-) -> PreTrainedModel:
-    """A small Qwen3.5: gated delta nets with ``num_heads`` states of ``head_dim x head_dim`` in fp32, and full attention.
-
-    The same weights for the same arguments. They are random, but the layers remember: their time steps are drawn as the papers
-    draw them, where the library's own start value makes a layer forget within a token.
-    """
-    config = Qwen3_5TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=len(layers),
-        layer_types=list(layers),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_key_head_dim=head_dim,
-        linear_value_head_dim=head_dim,
-        linear_num_key_heads=max(1, num_heads // 2),
-        linear_num_value_heads=num_heads,
-        max_position_embeddings=MAX_CONTEXT,
-        initializer_range=hidden_size**-0.5,
-        eos_token_id=END_OF_TEXT,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: PreTrainedModel = Qwen3_5ForCausalLM(config)
-        for module in model.modules():
-            _draw_time_steps(module)
-    model.train(mode=False)
-    return model
-
-
-@torch.no_grad()
-def _draw_time_steps(module: nn.Module) -> None:
-    """Set ``dt_bias`` to the inverse softplus of time steps that are log-uniform in [0.001, 0.1]."""
-    bias = getattr(module, "dt_bias", None)
-    if isinstance(bias, nn.Parameter):
-        steps = torch.exp(torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1)))
-        bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+    return LoadedModel(Path(path).name or path, model, tokens, min(longest, MAX_CONTEXT))
 
 
 def _tokens(path: str, model: PreTrainedModel) -> Tokens:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from mamba_checkpoint_cache.small_models.text import END_OF_TEXT
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-END_OF_TEXT = 256
 
 
 class Tokens(Protocol):

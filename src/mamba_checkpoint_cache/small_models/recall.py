@@ -1,0 +1,47 @@
+"""The recall task: pairs of a key and a value are read once, and the values are asked for later, key by key."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from random import Random
+
+KEYS = string.ascii_letters.encode()
+VALUES = string.digits.encode() + b"!#$%&*+-/=?@^_~|.,;:()"
+OPEN, CLOSE = b"<", b">"
+DEFAULT_PAIRS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RecallPrompt:
+    """``prefix`` states every pair once, ``queries`` asks for each: its key, and the value that is the right answer.
+
+    As text: ``<a7B=c%>B=a7c%``, where the model reads up to a key and is to predict the value; one byte is one token.
+    """
+
+    prefix: bytes
+    queries: tuple[tuple[bytes, bytes], ...]
+
+    @property
+    def asked(self) -> bytes:
+        """Keys and right answers in the order asked, as they follow ``prefix``; a key stands at each even offset."""
+        return b"".join(key + value for key, value in self.queries)
+
+
+def recall_prompts(count: int, *, pairs: int = DEFAULT_PAIRS, seed: int = 0) -> list[RecallPrompt]:
+    """The same prompts for the same arguments. Keys are distinct within a prompt; a guess is right once in 32.
+
+    Raises:
+        ValueError: unless 1 <= pairs <= 52, the number of keys.
+    """
+    if not 1 <= pairs <= len(KEYS):
+        raise ValueError(f"expected 1 to {len(KEYS)} pairs, as many as there are keys, got {pairs}")
+    random = Random(seed)  # noqa: S311 - prompts, not secrets
+    return [_prompt(random, pairs) for _ in range(count)]
+
+
+def _prompt(random: Random, pairs: int) -> RecallPrompt:
+    keys = random.sample(KEYS, pairs)
+    told = [(bytes([key]), bytes([random.choice(VALUES)])) for key in keys]
+    prefix = OPEN + b"".join(key + value for key, value in told) + CLOSE
+    return RecallPrompt(prefix, tuple(random.sample(told, pairs)))
