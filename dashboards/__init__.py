@@ -1,0 +1,1 @@
+"""The Grafana dashboards, as code: ``python -m dashboards.generate`` writes them to ``json/``."""
