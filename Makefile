@@ -17,7 +17,7 @@ lint: $(INSTALLED)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests -name __pycache__ -type d -exec rm -rf {} +
+	find src tests dashboards -name __pycache__ -type d -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)

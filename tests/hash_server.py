@@ -34,11 +34,11 @@ class SlowModel(HashModel):
         return session
 
 
-def build_engine(options, registry):
+def build_engine(options, registry, tracer_provider):
     time.sleep(float(sys.argv[2]))
     return hash_engine(
         SlowModel(float(sys.argv[1])),
-        telemetry=Telemetry(registry=registry),
+        telemetry=Telemetry(registry=registry, tracer_provider=tracer_provider),
         max_context=2000,
         kv_slots=8000,
         active_slots=2,

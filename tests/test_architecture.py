@@ -16,18 +16,23 @@ LAYERS = (
     {"telemetry"},
     {"state", "errors", "known_models"},
     {"codec", "model_configs"},
-    {"slots", "pools", "plan"},
+    {"arena", "slots", "pools", "plan"},
     {"tree"},
-    {"policy", "results", "lifecycle"},
+    {"drift", "policy", "results", "lookup", "lifecycle", "leases", "degradation"},
     {"cache"},
     {"integrations"},
+    {"small_models"},
     {"serving"},
+    {"evaluation"},
     {"bench"},
     {"tables", "cli"},
 )
 CORE = frozenset().union(*LAYERS[:7])
 CORE_NEEDS = {"torch", "triton", "prometheus_client", "opentelemetry", "structlog"}
-SEES_TELEMETRY = {"telemetry", "pools", "results", "lifecycle", "cache", "integrations", "serving", "bench"}
+SEES_TELEMETRY = {
+    *("telemetry", "pools", "drift", "results", "lookup", "lifecycle", "degradation", "cache"),
+    *("integrations", "serving", "bench"),
+}
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -81,6 +86,9 @@ def test_imports_point_downwards(path: Path) -> None:
         ("tree", f"{PACKAGE}.cache", ["cache"]),
         ("codec", f"{PACKAGE}.pools", ["pools"]),
         ("cache", f"{PACKAGE}.serving.engine", ["serving"]),
+        ("drift", f"{PACKAGE}.cache", ["cache"]),
+        ("small_models", f"{PACKAGE}.serving.models", ["serving"]),
+        ("serving", f"{PACKAGE}.evaluation.run", ["evaluation"]),
         ("tree", f"{PACKAGE}.telemetry.recorder", ["telemetry"]),
         ("telemetry", f"{PACKAGE}.state", ["state"]),
         ("pools", "transformers.cache_utils", ["transformers"]),

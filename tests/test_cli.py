@@ -41,6 +41,8 @@ def implementation(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     monkeypatch.setattr(cli, "import_module", load)
     monkeypatch.setattr(cli.tables, "demo_table", cli.tables.rows_table)
     monkeypatch.setattr(cli.tables, "reuse_table", cli.tables.rows_table)
+    monkeypatch.setattr(cli.tables, "sampling_table", cli.tables.rows_table)
+    monkeypatch.setattr(cli.tables, "telemetry_table", cli.tables.rows_table)
     return calls
 
 
@@ -106,6 +108,13 @@ def test_plan_reads_a_config_file(tmp_path: Path, capsys: Captured) -> None:
         ([*PLAN, "--json", "/nowhere/plan.json"], "can't write /nowhere/plan.json"),
         (["serve", "--chunk", "many"], "invalid int value: 'many'"),
         (["serve", "--chunk", "10", "--page-size", "4"], "chunk must be a multiple of page_size, got 10 and 4"),
+        (["serve", "--drift-rate", "2"], "drift_rate must be a share of the hits, 0 … 1, got 2.0"),
+        (["serve", "--guard", "on"], "invalid choice: 'on'"),
+        (["serve", "--otlp-ratio", "2"], "otlp_ratio must be a share of the traces, 0 … 1, got 2.0"),
+        (["serve", "--otlp-endpoint", "host:4318"], "otlp_endpoint must be an http or https address, got 'host:4318'"),
+        (["load", "--pause", "-1"], "-1 must be 0 or more"),
+        (["load", "--rounds", "0"], "0 must be 1 or more"),
+        (["load", "http://127.0.0.1:1"], "can't reach http://127.0.0.1:1: "),
         (["demo", "--checkpoint-slots", "4", "--checkpoint-memory", "1MiB"], "not allowed with"),
         (["demo", "--checkpoint-memory", "0"], "checkpoint_memory_bytes must be at least 1, got 0"),
     ],
@@ -139,8 +148,11 @@ def test_a_file_that_can_not_be_written_is_said(tmp_path: Path, capsys: Captured
 
 @pytest.mark.parametrize("command", ["serve", "demo"])
 def test_serving_commands_build_their_options(command: str, implementation: list[tuple[object, ...]]) -> None:
-    """Every option of the command line arrives in ServeOptions; the defaults are its own. Only a server has an address."""
+    """Every option of the command line arrives in ServeOptions, whose defaults are its own. Only servers have a guard."""
     address = {"host": "0.0.0.0", "port": 0} if command == "serve" else {}
+    drift = {"drift_rate": 0.5, "drift_checks_per_minute": 60, "guard": "stop", "max_relative_error": 0.02, "max_kl": 0.3}
+    spans = {"otlp_endpoint": "http://receiver:4318", "otlp_ratio": 0.5}
+    drift = drift | {"max_hops": 4} | spans if command == "serve" else {}
     options = ServeOptions(
         model="some/model",
         codec="none",
@@ -150,9 +162,10 @@ def test_serving_commands_build_their_options(command: str, implementation: list
         chunk=32,
         threads=2,
         **address,
+        **drift,
     )
     argv = "--model some/model --codec none --checkpoint-memory 512MiB --active-slots 3 --page-size 16 --chunk 32 --threads 2"
-    argv += "".join(f" --{name} {value}" for name, value in address.items())
+    argv += "".join(f" --{name.replace('_', '-')} {value}" for name, value in (address | drift).items())
 
     assert cli.main([command, *argv.split()]) == 0
     assert cli.main([command]) == 0
@@ -162,7 +175,7 @@ def test_serving_commands_build_their_options(command: str, implementation: list
     assert implementation == [(module, options), (module, ServeOptions()), (module, ServeOptions(checkpoint_slots=7))]
 
 
-@pytest.mark.parametrize("what", ["codec", "tree"])
+@pytest.mark.parametrize("what", ["codec", "sampling", "telemetry", "tree"])
 def test_benchmarks_run_and_print(what: str, implementation: list[tuple[object, ...]], tmp_path: Path, capsys: Captured) -> None:
     """Each benchmark calls its module once, and its result is printed or written."""
     assert cli.main(["bench", what]) == 0

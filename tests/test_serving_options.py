@@ -11,10 +11,13 @@ def test_defaults_listen_locally_and_compress() -> None:
     """Without options the server is not reachable from outside and stores int8."""
     options = ServeOptions()
 
-    assert (options.host, options.codec, options.model) == ("127.0.0.1", "int8", None)
+    assert (options.host, options.codec, options.model) == ("127.0.0.1", "int8", "gdn-hybrid")
 
 
-@pytest.mark.parametrize("name", ["checkpoint_slots", "checkpoint_memory_bytes", "active_slots", "page_size", "chunk", "threads"])
+SIZES = ["checkpoint_slots", "checkpoint_memory_bytes", "active_slots", "page_size", "chunk", "threads"]
+
+
+@pytest.mark.parametrize("name", [*SIZES, "drift_checks_per_minute"])
 def test_refuses_numbers_below_one(name: str) -> None:
     """A count of nothing is refused with its name and the number given."""
     for value in (0, -3):
@@ -46,3 +49,45 @@ def test_refuses_an_unknown_codec() -> None:
     """A codec that doesn't exist is answered with those that do."""
     with pytest.raises(OptionError, match="unknown codec 'int4', expected one of none, int8"):
         ServeOptions(codec="int4")
+
+
+@pytest.mark.parametrize(("name", "whole"), [("drift_rate", "hits"), ("otlp_ratio", "traces")])
+@pytest.mark.parametrize("rate", [-0.01, 1.01, float("nan")])
+def test_refuses_rates_that_are_no_share(name: str, whole: str, rate: float) -> None:
+    """A share lies between none and all."""
+    with pytest.raises(OptionError, match=f"{name} must be a share of the {whole}, 0 … 1, got"):
+        ServeOptions(**{name: rate})
+
+
+@pytest.mark.parametrize("endpoint", ["", "receiver:4318", "grpc://receiver:4317"])
+def test_refuses_endpoints_that_are_no_address(endpoint: str) -> None:
+    """Spans go over HTTP."""
+    with pytest.raises(OptionError, match="otlp_endpoint must be an http or https address, got"):
+        ServeOptions(otlp_endpoint=endpoint)
+
+
+@pytest.mark.parametrize("name", ["max_relative_error", "max_kl"])
+def test_refuses_ceilings_that_nothing_stays_under(name: str) -> None:
+    """A ceiling of nothing, or of no number, is refused by name."""
+    for value in (0.0, -1.0, float("nan")):
+        with pytest.raises(OptionError, match=f"{name} must be over 0, got {value}"):
+            ServeOptions(**{name: value})
+
+
+def test_refuses_hops_that_no_state_has() -> None:
+    """One hop is what every compressed state has."""
+    with pytest.raises(OptionError, match="max_hops must be at least 2, got 1"):
+        ServeOptions(max_hops=1)
+    assert ServeOptions(max_hops=2).max_hops == 2
+
+
+def test_the_guard_is_what_was_asked_for() -> None:
+    """Its action and its ceilings are those of the options; off is none, and any other word is refused."""
+    native, stop = (ServeOptions(guard=guard, max_kl=0.2, max_relative_error=0.3).build_guard() for guard in ("native", "stop"))
+
+    assert [(guard.action, guard.mode) for guard in (native, stop)] == [("native", "normal"), ("stop", "normal")]
+    assert (native.budget.kl_nats, native.budget.relative_error) == (0.2, 0.3)
+    assert ServeOptions(guard="off").build_guard() is None
+    assert ServeOptions().build_guard().action == "native"
+    with pytest.raises(OptionError, match="unknown guard 'on', expected one of native, stop, off"):
+        ServeOptions(guard="on")

@@ -7,7 +7,7 @@ import pytest
 from mamba_checkpoint_cache import tables
 
 DEMO = {
-    "model": "tiny hybrid, seeded random weights",
+    "model": "tiny hybrid",
     "codec": "int8",
     "requests": 1234,
     "prompt_tokens": 40_000,
@@ -17,6 +17,12 @@ DEMO = {
     "evictions": {"forced": 17, "kv_pressure": 2},
     "bytes": {"occupied": 2**20, "native_equivalent": 3 * 2**30, "saved": 5 * 2**20},
     "relative_error": {"p50": 0.00512, "p95": 0.0071, "max": 0.0123},
+    "drift": {
+        "checks": {"ok": 9, "over_budget": 1, "failed": 0, "skipped": 4},
+        "tokens": 80,
+        "kl_mean_nats": 0.000312,
+        "top1": 0.9875,
+    },
     "latency_ms": {"hit_p50": 12.345, "miss_p50": None},
     "equal_memory": {
         "pool_bytes": 12 * 2**20,
@@ -74,6 +80,7 @@ def test_the_demo_table_has_every_figure() -> None:
         "1.00 MiB occupied, 3.00 GiB native",
         "5.00 MiB",
         "p50 0.0051, p95 0.0071, max ≤ 0.012",
+        "KL 0.00031 nats, same token 98.8 % (10 hits recomputed)",
         "hit p50 12.35 ms, miss p50 - ms",
     ):
         assert figure in table
@@ -82,13 +89,16 @@ def test_the_demo_table_has_every_figure() -> None:
 
 
 def test_the_demo_table_of_an_empty_run() -> None:
-    """A run without prompts divides by nothing and skipped nothing."""
+    """A run without prompts divides by nothing, skipped nothing, and says that it saw nothing of drift."""
     table = tables.demo_table(
-        DEMO | {"prompt_tokens": 0, "reused_tokens": 0, "checkpoints": {"stored": 0, "duplicate": 0, "skipped": {}}}
+        DEMO
+        | {"prompt_tokens": 0, "reused_tokens": 0, "checkpoints": {"stored": 0, "duplicate": 0, "skipped": {}}}
+        | {"drift": {"checks": {"ok": 0, "skipped": 2}, "tokens": 0, "kl_mean_nats": None, "top1": None}}
     )
 
     assert "0 (0.0 %)" in table
     assert "0 skipped\n" in table
+    assert "not observed: 0 ok, 2 skipped" in table
 
 
 def test_the_reuse_table_compares_the_codecs() -> None:

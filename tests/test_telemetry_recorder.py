@@ -477,7 +477,7 @@ def test_null_has_every_method_and_does_nothing() -> None:
     names = [name for name, member in inspect.getmembers(Telemetry, inspect.isfunction) if not name.startswith("_")]
     assert set(names) == {
         *("observe_pools", "operation", "lookup", "allocation", "freed", "compression", "report", "restored", "committed"),
-        *("born", "evicted", "checked", "check_failed", "guard_changed", "close"),
+        *("born", "evicted", "checked", "check_failed", "guard_changed", "moved", "within", "close"),
     }
     for name in names:
         assert getattr(type(NULL), name) is not getattr(Telemetry, name)

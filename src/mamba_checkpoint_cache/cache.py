@@ -110,6 +110,7 @@ class PrefixCache:
         """
         self._leases.require(match)
         self._leases.end(match)
+        self.telemetry.moved()
 
     def restore(self, match: Match, slot: ActiveSlot) -> None:
         """Write the matched state to an active slot, or the state of an empty sequence when ``match.depth`` is 0.
@@ -136,6 +137,7 @@ class PrefixCache:
             operation.set(depth=match.depth, hops=match.hops, outcome="restored" if checkpoint else "zeroed")
         self._leases.unlock(match)
         self._record_restore(checkpoint)
+        self.telemetry.moved()
 
     def _record_restore(self, checkpoint: Checkpoint | None) -> None:
         native = self.active.spec.native_bytes
@@ -270,6 +272,7 @@ class PrefixCache:
         """Free every checkpoint and all KV that no lease uses."""
         flushed = FlushResult(*self._lifecycle.clear())
         self._degradation.follow(self._lifecycle)
+        self.telemetry.moved()
         return flushed
 
     def record_check(self, result: LogitComparison | Literal["failed", "skipped"]) -> None:

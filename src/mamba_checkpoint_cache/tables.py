@@ -42,12 +42,60 @@ def demo_table(result: Result) -> str:
         ("memory", f"{size(stored['occupied'])} occupied, {size(stored['native_equivalent'])} native"),
         ("  saved", size(stored["saved"])),
         ("state error", f"p50 {_number(error['p50'])}, p95 {_number(error['p95'])}, max ≤ {_number(error['max'])} (relative)"),
+        ("drift", _drift(result["drift"])),
         ("latency", f"hit p50 {_number(latency['hit_p50'])} ms, miss p50 {_number(latency['miss_p50'])} ms"),
     ]
     equal = result["equal_memory"]
     arms = [[codec, equal[codec]["slots"], f"{100 * equal[codec]['reuse_ratio']:.1f} %"] for codec in ("none", "int8")]
     header = [f"in {size(equal['pool_bytes'])} each", "slots", "tokens reused"]
     return f"{pairs(facts)}\n\n{columns(header, arms)}"
+
+
+def _drift(drift: Result) -> str:
+    if not drift["tokens"]:
+        return f"not observed: {_counts(drift['checks'])}"
+    ended = drift["checks"]["ok"] + drift["checks"]["over_budget"]
+    return f"KL {_number(drift['kl_mean_nats'])} nats, same token {100 * drift['top1']:.1f} % ({ended} hits recomputed)"
+
+
+def eval_table(result: Result) -> str:
+    """The verdict, the drift of each lossy codec by distance and hops, tasks, memory, noise floors, and notes."""
+    verdict, noise = result["verdict"], result["noise"]
+    facts = [
+        ("model", result["model"]),
+        ("verdict", f"{'within' if verdict['within'] else 'OVER'} the budget"),
+        ("noise", f"mean KL {_number(noise['rechunk_kl'])} in other chunks, {_number(noise['bf16_kl'])} with bf16 checkpoints"),
+    ]
+    keys = ("codec", "task", "hops", "distance", "kl_mean", "kl_p95", "kl_p99", "top1", "relative_error", "worst_head")
+    rows = [row for row in result["rows"] if row["codec"] != "none" or row["kl_mean"] != 0]
+    native_slots = f"slots for {next(iter(result['capacity'].values()))['native_slots']} native"
+    parts = [
+        f"{pairs(facts)}\n\n{verdict['text']}",
+        columns(
+            ["codec", "task", "hops", "distance", "KL (nats)", "p95", "p99", "top-1", "state error", "worst head"],
+            ([row[key] for key in keys] for row in rows),
+        ),
+        _by_codec(result["recall"], {"recall": "cached", "uncached": "uncached", "95 %": "ci"}),
+        _by_codec(result["bits_per_byte"], {"bits per byte": "cached", "uncached": "uncached"}),
+        _by_codec(
+            result["divergence"], {"greedy texts": "prompts", "the same": "same", "shortest": "shortest", "of": "max_tokens"}
+        ),
+        _by_codec(
+            result["capacity"],
+            {"bytes per checkpoint": "bytes_per_checkpoint", "bits per element": "bits_per_element", native_slots: "slots"},
+        ),
+        "\n".join(f"- {note}" for note in result["notes"]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _by_codec(figures: Mapping[str, Result], keys: Mapping[str, str]) -> str:
+    rows = [[codec, *(_interval(figure[key]) for key in keys.values())] for codec, figure in figures.items()]
+    return columns(["codec", *keys], rows) if rows else ""
+
+
+def _interval(value: Any) -> Any:
+    return " … ".join(map(_number, value)) if isinstance(value, list) else value
 
 
 def reuse_table(result: Result) -> str:
@@ -68,6 +116,34 @@ def _trace_table(trace: Result) -> str:
     ]
     title = f"{trace['requests']:,} recorded requests, states of {trace['model']}"
     return f"{title}\n\n{columns(['pool', 'native slots', 'share reused', 'int8 slots', 'share reused'], lines)}"
+
+
+def sampling_table(result: Result) -> str:
+    """The throughput with sampled checks against that without, and what the checks found."""
+    interval = "" if result["ratio_ci"] is None else " ({:.3f} … {:.3f})".format(*result["ratio_ci"])
+    facts = [
+        ("model", result["model"]),
+        ("codec", result["codec"]),
+        ("requests", f"{result['requests']:,} for each engine, in {result['rounds']} rounds"),
+        ("tokens per CPU second", f"{result['tokens_per_cpu_second']['off']:,.0f} without checks"),
+        ("", f"{result['tokens_per_cpu_second']['sampled']:,.0f} with {100 * result['drift_rate']:g} % of hits sampled"),
+        ("ratio", f"{result['ratio']:.3f}{interval}"),
+        ("checks", _counts(result["checks"])),
+        ("KL", f"{_number(result['kl_mean'])} nats, the mean of {result['positions']:,} positions"),
+    ]
+    return pairs(facts)
+
+
+def telemetry_table(result: Result) -> str:
+    """What telemetry costs in each arm, in a commit and at a scrape, and whether series grow."""
+    operation, ratio = result["operation_us"], result["commit_ratio"]
+    facts = [
+        *((f"match, {arm}", f"{operation[arm]:.1f} us") for arm in operation),
+        *((f"commit, {shape}", f"{ratio[shape]:.3f} of its time without telemetry") for shape in ratio),
+        ("scrape", f"{result['scrape_ms']:.1f} ms, {result['scrape_bytes']:,} bytes"),
+        ("series", f"{result['series_before']:,} before, {result['series_after']:,} after random requests"),
+    ]
+    return pairs(facts)
 
 
 def rows_table(result: Result) -> str:

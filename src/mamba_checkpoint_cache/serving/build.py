@@ -6,6 +6,7 @@ from typing import Any
 
 import structlog
 import torch
+from opentelemetry.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 
 from mamba_checkpoint_cache.integrations.continuation import Mode
@@ -25,7 +26,7 @@ KV_PER_CHECKPOINT = 2
 logger = structlog.get_logger()
 
 
-def build_engine(options: ServeOptions, registry: CollectorRegistry) -> Engine:
+def build_engine(options: ServeOptions, registry: CollectorRegistry, tracer_provider: TracerProvider | None = None) -> Engine:
     """Load the model, probe how it may be continued, and lay out the pools. Logs what was found.
 
     Raises:
@@ -37,7 +38,8 @@ def build_engine(options: ServeOptions, registry: CollectorRegistry) -> Engine:
     try:
         model = prepare_model(loaded.model)
         config = _config(options, model, loaded)
-        engine = Engine(model, loaded.tokens, config, Telemetry("default", registry=registry), guard=options.build_guard())
+        telemetry = Telemetry("default", registry=registry, tracer_provider=tracer_provider)
+        engine = Engine(model, loaded.tokens, config, telemetry, guard=options.build_guard())
     except UnsupportedModelError as error:
         raise OptionError(f"{loaded.name} can't be served: {error}") from error
     except (ValueError, RuntimeError) as error:

@@ -152,18 +152,19 @@ def _median(values: Iterator[float]) -> float | None:
 def _replay(options: ServeOptions, workload: Workload) -> Replay:
     sys.stderr.write(f"starting the server with codec {options.codec}\n")
     with _server(options) as url, progress(f"requests, codec {options.codec}", len(workload.order)) as advance:
-        return asyncio.run(drive(url, workload, advance))
+        model, replies = asyncio.run(drive(url, workload, advance))
+        return Replay(model, replies, asyncio.run(_last_scrape(url)))
 
 
-async def drive(url: str, workload: Workload, advance: Advance, *, pause: float = 0.0) -> Replay:
+async def drive(url: str, workload: Workload, advance: Advance, *, pause: float = 0.0) -> tuple[str, list[Reply]]:
     """Take the workload's turns in their order, a few at a time, with ``pause`` seconds after each.
 
-    A session's next turn waits for its last.
+    A session's next turn waits for its last. Gives the name of the model and what came back.
 
     Raises:
         OptionError: if the server refuses a request.
     """
-    async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:  # noqa: S113 - Ctrl-C ends it
+    async with _client(url) as client:
         model = (await _get(client, "/v1/models")).json()["data"][0]["id"]
         transcripts = [_Transcript(session, as_bytes=model in SMALL_MODELS) for session in workload.sessions]
         turns = iter(workload.order)
@@ -175,18 +176,28 @@ async def drive(url: str, workload: Workload, advance: Advance, *, pause: float 
                 advance(1)
                 await asyncio.sleep(pause)
 
-        await asyncio.gather(*(worker() for _ in range(CONCURRENCY)))
-        return Replay(model, replies, await _last_scrape(client))
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(CONCURRENCY):
+                    workers.create_task(worker())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return model, replies
 
 
-async def _last_scrape(client: httpx.AsyncClient) -> Scrape:
+async def _last_scrape(url: str) -> Scrape:
     """The counters at the end, once the check under way has come to its own: a server without work is soon done with it."""
     deadline = time.monotonic() + LAST_CHECK_SECONDS
-    while True:
-        scrape = Scrape((await _get(client, "/metrics")).text)
-        if scrape.by("drift_checks_total", "outcome")["ok"] or time.monotonic() > deadline:
-            return scrape
-        await asyncio.sleep(0.05)
+    async with _client(url) as client:
+        while True:
+            scrape = Scrape((await _get(client, "/metrics")).text)
+            if scrape.by("drift_checks_total", "outcome")["ok"] or time.monotonic() > deadline:
+                return scrape
+            await asyncio.sleep(0.05)
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=None, trust_env=False)  # noqa: S113 - Ctrl-C ends it
 
 
 class _Transcript:

@@ -173,7 +173,7 @@ class Engine:
 
     def _start(self, request: Request, slot: ActiveSlot) -> Running:
         """Match and restore. If that fails, the slot is free again."""
-        with ExitStack() as undo:
+        with self.cache.telemetry.within(request.parent), ExitStack() as undo:
             undo.callback(self.cache.active.free, slot, "aborted")
             lease = self.cache.match_prefix(request.tokens)
             undo.callback(self.cache.release, lease)
@@ -250,14 +250,15 @@ class Engine:
     def _commit(self, running: Running, *, donate: bool = False) -> None:
         """Offer the state to the cache, and use the KV slots that the tree owns from here on."""
         depth = running.session.depth
-        result = self.cache.commit(
-            running.sequence,
-            depth=depth,
-            source=running.slot,
-            kv=None if self.kv is None else running.kv,
-            lease=running.lease,
-            donate=donate,
-        )
+        with self.cache.telemetry.within(running.request.parent):
+            result = self.cache.commit(
+                running.sequence,
+                depth=depth,
+                source=running.slot,
+                kv=None if self.kv is None else running.kv,
+                lease=running.lease,
+                donate=donate,
+            )
         running.donated = donate
         running.kv[: len(result.kv)] = result.kv
         running.num_owned = len(result.kv)

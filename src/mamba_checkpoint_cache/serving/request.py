@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Literal
 
+from opentelemetry.context import Context, get_current
 from torch import Tensor
 
 from mamba_checkpoint_cache.serving.logprobs import TokenLogprob, WantedLogprobs, token_logprobs
@@ -43,13 +44,14 @@ class Request:
     The engine's thread alone writes to it, and calls ``notify`` after each change. ``output`` only grows; it is complete once
     ``finish`` is set. ``cached_tokens`` is the part of the prompt that was not computed again. If ``logprobs`` are wanted,
     ``output_logprobs`` has one for each output token, and is never the shorter of the two; ``prompt_logprobs`` likewise has those
-    of the prompt.
+    of the prompt. ``parent`` is the trace that it came in with.
     """
 
     tokens: list[int]
     sampling: Sampling = GREEDY
     notify: Callable[[], None] = lambda: None
     logprobs: WantedLogprobs | None = None
+    parent: Context = field(default_factory=get_current)
     id: str = field(default_factory=lambda: f"{_process}-{next(_serials)}")
     output: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 import uvicorn
+from opentelemetry.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 
 from mamba_checkpoint_cache.serving.engine import Engine
@@ -23,6 +24,7 @@ from mamba_checkpoint_cache.serving.engine_thread import EngineThread
 from mamba_checkpoint_cache.serving.http.app import build_app
 from mamba_checkpoint_cache.serving.http.service import Service
 from mamba_checkpoint_cache.serving.options import OptionError, ServeOptions
+from mamba_checkpoint_cache.serving.spans import exported_spans
 
 GRACE_SECONDS = 6.0
 """How long running requests may go on after the first signal; what is left then is refused."""
@@ -53,8 +55,8 @@ def main(options: ServeOptions) -> dict[str, Any]:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    with _bound_socket(options.host, options.port) as listener:
-        engine = asyncio.run(_serve(options, listener))
+    with _bound_socket(options.host, options.port) as listener, exported_spans(options) as tracer_provider:
+        engine = asyncio.run(_serve(options, listener, tracer_provider))
     done = ("requests", "prompt_tokens", "cached_tokens", "output_tokens", "stop", "length", "abort", "error")
     return {"rows": [{name: engine.counts[name] if engine else 0 for name in done}]}
 
@@ -67,11 +69,11 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _serve(options: ServeOptions, listener: socket.socket) -> Engine | None:
+async def _serve(options: ServeOptions, listener: socket.socket, tracer_provider: TracerProvider | None) -> Engine | None:
     """All of it, from the first ``/health`` (503, as the engine is being built) to the last response."""
     registry = CollectorRegistry()
     build = "mamba_checkpoint_cache.serving.build"  # imports for seconds, which the engine's thread can do
-    thread = EngineThread(lambda: import_module(build).build_engine(options, registry))
+    thread = EngineThread(lambda: import_module(build).build_engine(options, registry, tracer_provider))
     service = Service(thread, registry, created=int(time.time()))
     config = uvicorn.Config(
         build_app(service), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import structlog
 from opentelemetry import trace
 
 from mamba_checkpoint_cache.telemetry.catalogue import OPERATION_DONE, LogEvent
-from mamba_checkpoint_cache.telemetry.tracing import trace_id
+from mamba_checkpoint_cache.telemetry.tracing import span_id, trace_id
 
 INTERVAL_SECONDS = 60.0
 
@@ -57,6 +57,19 @@ class Logs:
         if self.detailed() and self._bound is not None:
             fields = {**attributes, "cache": self._cache, "operation": operation, "seconds": seconds, **_trace()}
             self._bound.debug(OPERATION_DONE.name, **fields)
+
+
+def add_trace_ids(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A structlog processor that adds ``trace_id`` and ``span_id`` of the current span to any line, also an application's own.
+
+    To be put among the processors that an application configures; this package configures none. A line written outside of any
+    span, or with ids of its own, stays as it is.
+    """
+    span_context = trace.get_current_span().get_span_context()
+    if span_context.is_valid:
+        event.setdefault("trace_id", trace_id(span_context))
+        event.setdefault("span_id", span_id(span_context))
+    return event
 
 
 def _trace() -> dict[str, str]:

@@ -1,21 +1,23 @@
 """The metrics of one cache, built from the catalogue into a registry that several caches may share.
 
-Each cache owns its prometheus objects; one collector per registry merges them by name at scrape time. So two caches never
-collide, a closed cache leaves nothing behind, and the gauges are the pools as they are at the scrape.
+Each cache owns its numbers; one collector per registry merges them by name at scrape time. So two caches never collide, a
+closed cache leaves nothing behind, and the gauges are the pools as they are at the scrape.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import inf
 from threading import Lock
-from typing import Any, SupportsFloat, TypeVar
+from typing import SupportsFloat
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+import prometheus_client
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
@@ -23,6 +25,7 @@ from mamba_checkpoint_cache.telemetry.catalogue import (
     BYTE_KINDS,
     GUARD_MODES,
     METRICS,
+    OPERATIONS,
     SLOT_STATES,
     VERSION,
     GuardMode,
@@ -30,8 +33,18 @@ from mamba_checkpoint_cache.telemetry.catalogue import (
     Pool,
 )
 from mamba_checkpoint_cache.telemetry.containment import Containment
+from mamba_checkpoint_cache.telemetry.instruments import Counter, Histogram
+from mamba_checkpoint_cache.telemetry.workers import (
+    WorkerCounter,
+    WorkerGauges,
+    WorkerHistogram,
+    claim_room,
+    is_one_of_many,
+    require_room,
+)
 
-Instrument = TypeVar("Instrument", Counter, Histogram)
+ONE = 1.0
+_METRICS = {metric.name: metric for metric in METRICS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +85,36 @@ class Metrics:
         self.source: Callable[[], PoolsSnapshot] | None = None
         self._registry = registry
         self._contained = contained
-        self._families: list[Counter | Histogram] = []
-        self._counters: dict[tuple[str, ...], Counter] = {}
-        self._histograms: dict[tuple[str, ...], Histogram] = {}
-        for metric in METRICS:
-            if metric.type == "counter":
-                self._bind(metric, Counter(**_arguments(metric)), self._counters)
-            elif metric.type == "histogram":
-                self._bind(metric, Histogram(**_arguments(metric), buckets=metric.buckets), self._histograms)
-        self.errors = self._counters["telemetry_errors_total",]
+        self._gauges_of_worker: WorkerGauges | None = None
+        self._build(in_files=False)
         _attach(registry, self)
 
-    def add(self, *series: str, amount: SupportsFloat = 1.0) -> None:
-        """Add to a counter; the amount is finite and at least 0."""
-        try:  # entering ``contained`` would cost half as much as the increment
-            self._counters[series].inc(_number(amount))
+    def share(self) -> None:
+        """Keep the numbers in this worker's files as well, if it is one of many. Raises :class:`OSError` if there is no room."""
+        if is_one_of_many():
+            require_room()
+            self._build(in_files=True)
+            claim_room()
+            self._gauges_of_worker = WorkerGauges(self.cache)
+
+    def after_fork(self) -> None:
+        """Start from 0 in a child process: what the parent has counted, the parent exposes."""
+        shared, self._gauges_of_worker = self._gauges_of_worker is not None, None
+        self._build(in_files=False)
+        if shared:
+            with self._contained:
+                self.share()
+
+    def publish(self) -> None:
+        """Write the gauges where the other workers' are, which is nowhere unless this is one of many."""
+        if self._gauges_of_worker is not None and self.source is not None:
+            with self._contained:
+                self._gauges_of_worker.write(_read(self.source()))
+
+    def add(self, *series: str, amount: SupportsFloat = ONE) -> None:
+        """Add to a counter: 1, or an amount that is finite and at least 0."""
+        try:  # entering ``contained`` would cost as much as the increment
+            self._counters[series].inc(ONE if amount is ONE else _number(amount))
         except Exception as error:  # noqa: BLE001
             self._contained.on_error(error)
 
@@ -97,23 +125,45 @@ class Metrics:
         except Exception as error:  # noqa: BLE001
             self._contained.on_error(error)
 
+    def took(self, operation: str, seconds: float, exemplar: dict[str, str] | None) -> None:
+        """Observe how long an operation took. May raise: its caller, who calls most often of all, contains that."""
+        if not 0.0 <= seconds < inf:
+            raise ValueError(f"{operation} can't have taken {seconds} seconds")
+        self._seconds[operation].observe(seconds, exemplar)
+
     def close(self) -> None:
         """Take the series out of the registry; may be called twice."""
         self.source = None
         _detach(self._registry, self)
+        if self._gauges_of_worker is not None:
+            self._gauges_of_worker.write({})
 
     def collect(self) -> Iterator[Family]:
-        """All families of this cache, without the ``_created`` samples that would double the exposition."""
+        """All families of this cache."""
         yield from self._gauges()
-        for instrument in self._families:
-            for family in instrument.collect():
-                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-                yield family
+        families: dict[str, Family] = {}
+        for instruments in (self._counters, self._histograms):
+            for series, instrument in instruments.items():
+                metric = _METRICS[series[0]]
+                family = families.setdefault(metric.name, _family(metric))
+                family.samples += instrument.samples()
+        yield from families.values()
 
-    def _bind(self, metric: Metric, instrument: Instrument, children: dict[tuple[str, ...], Instrument]) -> None:
-        self._families.append(instrument)
-        for combination in product([metric.name], *(label.values for label in metric.labels)):
-            children[combination] = instrument.labels(self.cache, *combination[1:])
+    def _build(self, *, in_files: bool) -> None:
+        counters: dict[tuple[str, ...], Counter] = {}
+        histograms: dict[tuple[str, ...], Histogram] = {}
+        counter_files: dict[str, prometheus_client.Counter] = {}
+        histogram_files: dict[str, prometheus_client.Histogram] = {}
+        for series, metric, labels in _all_series(self.cache):
+            if metric.type == "counter":
+                plain = Counter(metric.full_name, labels)
+                counters[series] = WorkerCounter(metric, labels, counter_files) if in_files else plain
+            elif metric.type == "histogram":
+                observed = Histogram(metric.full_name, labels, metric.buckets)
+                histograms[series] = WorkerHistogram(metric, labels, histogram_files) if in_files else observed
+        self._counters, self._histograms = counters, histograms
+        self.errors = counters["telemetry_errors_total",]
+        self._seconds: dict[str, Histogram] = {name: histograms["operation_seconds", name] for name in OPERATIONS}
 
     def _gauges(self) -> list[Family]:
         """The gauges, all from one snapshot; none at all if it can't be taken, since an old value would be a lie."""
@@ -143,7 +193,7 @@ class _Exposition:
 
     def describe(self) -> Iterable[Family]:
         """The families without samples: the names that the registry guards against a second owner."""
-        return [Family(metric.full_name.removesuffix("_total"), metric.help, metric.type) for metric in METRICS]
+        return map(_family, METRICS)
 
     def collect(self) -> Iterable[Family]:
         """One family per name with the samples of every cache."""
@@ -160,6 +210,16 @@ class _Exposition:
 
 _expositions: WeakKeyDictionary[CollectorRegistry, _Exposition] = WeakKeyDictionary()
 _attaching = Lock()
+
+
+def _after_fork() -> None:
+    _attaching.release()
+    for exposition in list(_expositions.values()):
+        for metrics in list(exposition.caches.values()):
+            metrics.after_fork()
+
+
+os.register_at_fork(before=_attaching.acquire, after_in_parent=_attaching.release, after_in_child=_after_fork)
 
 
 def _attach(registry: CollectorRegistry, metrics: Metrics) -> None:
@@ -194,14 +254,15 @@ def _unregister(registry: CollectorRegistry, exposition: _Exposition) -> None:
         registry.unregister(exposition)
 
 
-def _arguments(metric: Metric) -> dict[str, Any]:
-    return {
-        "name": metric.full_name,
-        "documentation": metric.help,
-        "labelnames": metric.label_names,
-        "unit": metric.unit,
-        "registry": None,
-    }
+def _family(metric: Metric) -> Family:
+    return Family(metric.full_name.removesuffix("_total"), metric.help, metric.type, metric.unit)
+
+
+def _all_series(cache: str) -> Iterator[tuple[tuple[str, ...], Metric, dict[str, str]]]:
+    """Every series of a counter or a histogram: what it is called here, its metric, its labels."""
+    for metric in METRICS:
+        for values in product(*(label.values for label in metric.labels)):
+            yield (metric.name, *values), metric, dict(zip(metric.label_names, (cache, *values), strict=True))
 
 
 def _number(value: SupportsFloat) -> float:

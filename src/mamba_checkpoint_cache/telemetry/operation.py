@@ -28,6 +28,8 @@ class Instruments:
     contained: Containment
     clock: Callable[[], float]
     current: Operation | None = None
+    parent: Context | None = None
+    """What spans of the calls now being made belong to; None: to whatever is current on the thread."""
 
 
 class Operation:
@@ -36,16 +38,16 @@ class Operation:
     What the body raises passes through; the span notes it.
     """
 
-    __slots__ = ("_attributes", "_instruments", "_started", "_token", "exemplar", "name", "outer", "span")
+    outer: Operation | None = None
+    span: Span = INVALID_SPAN
+    recording = False
+    exemplar: dict[str, str] | None = None
+    _token: Token[Context] | None = None
+    _attributes: dict[str, Any] | None = None
 
     def __init__(self, instruments: Instruments, name: OperationName) -> None:
         self.name = name
-        self.outer: Operation | None = None
-        self.span: Span = INVALID_SPAN
-        self.exemplar: dict[str, str] | None = None
         self._instruments = instruments
-        self._token: Token[Context] | None = None
-        self._attributes: dict[str, Any] | None = None
 
     def set(self, **attributes: Any) -> None:
         """Note plain scalars, which become attributes of the span; costs next to nothing while nothing records."""
@@ -60,43 +62,86 @@ class Operation:
         return None if operation is None else sampled(operation.span)
 
     def __enter__(self) -> Self:
+        tools = self._instruments
+        outer = self.outer = tools.current
+        tools.current = self
         try:  # rather than ``with contained``: this runs twice per operation
-            self._open()
+            try:
+                if outer is None or outer.recording:  # inside a span that nobody keeps, none is worth its price
+                    self._start_span()
+                if self.recording or tools.logs.detailed():
+                    self._attributes = {}
+            finally:
+                self._started = tools.clock()
+        except Exception as error:  # noqa: BLE001
+            tools.contained.on_error(error)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        tools = self._instruments
+        tools.current = self.outer
+        attributes: dict[str, Scalar] = {}
+        try:
+            try:
+                seconds = tools.clock() - self._started
+                tools.metrics.took(self.name, seconds, self.exemplar)
+                if self._attributes is not None:
+                    attributes = plain(self._attributes, tools.contained)
+                    tools.logs.operation(self.name, seconds, attributes)
+            finally:
+                if self.span is not INVALID_SPAN:
+                    tools.tracing.finish(self.span, self._token, attributes, error)
+                if self.outer is None:
+                    tools.metrics.publish()
+        except Exception as failure:  # noqa: BLE001
+            tools.contained.on_error(failure)
+
+    @property
+    def unheard(self) -> bool:
+        """Whether neither a span nor a log line will tell of it."""
+        return self._attributes is None
+
+    def _start_span(self) -> None:
+        tools = self._instruments
+        self.span, self._token = tools.tracing.start(self.name, tools.parent if self.outer is None else None)
+        self.recording = self.span.is_recording()
+        if self.recording and (context := sampled(self.span)) is not None:
+            self.exemplar = {"trace_id": trace_id(context)}
+
+
+class Within:
+    """A block whose calls belong to ``parent``. Nothing is attached to the thread, so nothing is left there either."""
+
+    __slots__ = ("_before", "_instruments", "_parent")
+
+    def __init__(self, instruments: Instruments, parent: Context | None) -> None:
+        self._instruments = instruments
+        self._parent = parent
+
+    def __enter__(self) -> None:
+        self._before = self._instruments.parent
+        self._instruments.parent = self._parent
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._instruments.parent = self._before
+
+
+class Step(Operation):
+    """An operation inside one that nothing records: timed, and no more, for the price of a commit is mostly that of its steps."""
+
+    def set(self, **attributes: Any) -> None:
+        """Nothing: nobody would read them."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._started = self._instruments.clock()
         except Exception as error:  # noqa: BLE001
             self._instruments.contained.on_error(error)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        tools = self._instruments
         try:
-            self._close(error)
+            tools.metrics.took(self.name, tools.clock() - self._started, None)
         except Exception as failure:  # noqa: BLE001
-            self._instruments.contained.on_error(failure)
-
-    def _open(self) -> None:
-        tools = self._instruments
-        outer = self.outer = tools.current
-        tools.current = self
-        try:
-            if outer is None or outer.span.is_recording():  # inside a span that nobody keeps, none is worth its price
-                self.span, self._token = tools.tracing.start(self.name)
-            recording = self.span.is_recording()
-            if recording and (context := sampled(self.span)) is not None:
-                self.exemplar = {"trace_id": trace_id(context)}
-            if recording or tools.logs.detailed():
-                self._attributes = {}
-        finally:
-            self._started = tools.clock()
-
-    def _close(self, error: BaseException | None) -> None:
-        tools = self._instruments
-        tools.current = self.outer
-        attributes: dict[str, Scalar] = {}
-        try:
-            seconds = tools.clock() - self._started
-            tools.metrics.observe("operation_seconds", self.name, value=seconds, exemplar=self.exemplar)
-            if self._attributes is not None:
-                attributes = plain(self._attributes, tools.contained)
-                tools.logs.operation(self.name, seconds, attributes)
-        finally:
-            if self.span is not INVALID_SPAN:
-                tools.tracing.finish(self.span, self._token, attributes, error)
+            tools.contained.on_error(failure)

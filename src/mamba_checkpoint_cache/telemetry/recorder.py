@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, TracerProvider
 from prometheus_client import CollectorRegistry
 
@@ -16,7 +17,7 @@ from mamba_checkpoint_cache.telemetry import catalogue as names
 from mamba_checkpoint_cache.telemetry.containment import Containment
 from mamba_checkpoint_cache.telemetry.logs import Logs
 from mamba_checkpoint_cache.telemetry.metrics import Metrics, PoolSnapshot, PoolsSnapshot
-from mamba_checkpoint_cache.telemetry.operation import Instruments, Operation
+from mamba_checkpoint_cache.telemetry.operation import Instruments, Operation, Step, Within
 from mamba_checkpoint_cache.telemetry.tracing import Scalar, Tracing
 
 __all__ = ["NULL", "Birth", "NullTelemetry", "Operation", "PoolSnapshot", "PoolsSnapshot", "Telemetry"]
@@ -38,7 +39,13 @@ class Telemetry:
 
     No method raises: what fails inside is counted in ``mamba_checkpoint_telemetry_errors_total`` and logged at most once a
     minute. A label value that the catalogue doesn't know is such a failure. Numbers may be numpy or torch scalars on the host.
-    One thread records; any thread may scrape. The series last until ``close``, or as long as this object does.
+    One thread records; any thread may scrape. The series last until ``close``, or as long as this object does. In a forked child
+    they start from 0.
+
+    With ``PROMETHEUS_MULTIPROC_DIR`` set when Python starts, the process is one of several workers that are scraped as one: its
+    numbers are also in files there, which prometheus_client's ``MultiProcessCollector`` adds up. Build the cache in the worker,
+    empty the directory before the first one starts, and call ``mark_process_dead`` for each that has ended: its gauges go, its
+    counts stay. A directory without room is a failure like any other: a worker's numbers are then in its registry alone.
 
     Raises:
         ValueError: at construction, if ``cache`` is empty, if a live cache of that name reports to ``registry``, or if
@@ -63,14 +70,31 @@ class Telemetry:
         self._metrics = Metrics(cache, self.registry, self._contained)
         self._tracing = Tracing(cache, tracer_provider)
         self._instruments = Instruments(self._metrics, self._tracing, self._logs, self._contained, clock)
+        with self._contained:
+            self._metrics.share()
 
     def observe_pools(self, source: Callable[[], PoolsSnapshot]) -> None:
         """Call ``source`` at every scrape, from the scraping thread, and expose what it returns as gauges."""
         self._metrics.source = source
+        self._metrics.publish()
+
+    def moved(self) -> None:
+        """Slots have moved outside of any operation."""
+        self._metrics.publish()
 
     def operation(self, name: names.OperationName) -> Operation:
         """A context manager around one operation. What its body raises passes through, and the span notes it."""
-        return Operation(self._instruments, name)
+        outer = self._instruments.current
+        kind = Operation if outer is None or not outer.unheard else Step
+        return kind(self._instruments, name)
+
+    def within(self, parent: Context | None) -> AbstractContextManager[object]:
+        """A block whose calls belong to ``parent``, as ``opentelemetry.context.get_current()`` gave it where a request came in.
+
+        For engines that serve the requests of many threads or tasks on one thread, on which nothing of theirs is current. With
+        None, the calls belong to what is current on the thread, as they do outside. The block must not await.
+        """
+        return Within(self._instruments, parent)
 
     def lookup(self, *, prompt: int, reused: int, lost: int, miss: names.MissReason | None) -> None:
         """A prompt was looked up; all counts in tokens. ``miss`` says why no more was reused, also on a hit."""
@@ -92,10 +116,10 @@ class Telemetry:
 
     def compression(self, outcome: names.CompressionOutcome, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         """One state went through the codec, or was refused."""
-        with self._contained:
-            self._metrics.add("compressions_total", outcome)
-            self._codec_bytes(bytes_in, bytes_out)
-            if outcome == "non_finite":
+        self._metrics.add("compressions_total", outcome)
+        self._codec_bytes(bytes_in, bytes_out)
+        if outcome == "non_finite":
+            with self._contained:
                 self._logs.emit(names.STATE_NON_FINITE)
 
     def report(self, relative_error: float, worst_head: float) -> None:
@@ -113,18 +137,18 @@ class Telemetry:
 
     def committed(self, outcome: names.CommitOutcome, reason: names.SkipReason | None = None) -> None:
         """One commit ended; ``reason`` says why it stored nothing."""
-        with self._contained:
-            self._metrics.add("commits_total", outcome)
-            if reason is not None:
-                self._metrics.add("skips_total", reason)
-            if reason in names.NO_SLOT:
+        self._metrics.add("commits_total", outcome)
+        if reason is not None:
+            self._metrics.add("skips_total", reason)
+        if reason in names.NO_SLOT:
+            with self._contained:
                 self._logs.emit(names.SLOTS_EXHAUSTED, reason=reason)
 
     def born(self) -> object:
         """What to keep beside a checkpoint that is being stored, and to hand to ``evicted`` when it goes."""
         with self._contained:
             running = self._instruments.current
-            return Birth(self._clock(), None if running is None else running.commit())
+            return Birth(self._clock(), running.commit() if running is not None and running.recording else None)
         return None
 
     def evicted(self, reason: names.EvictionReason, reused: bool, birth: object) -> None:
@@ -207,10 +231,13 @@ class NullTelemetry(Telemetry):
     def operation(self, name: names.OperationName) -> Operation:  # noqa: D102
         return self._operation
 
+    def within(self, parent: Context | None) -> AbstractContextManager[object]:  # noqa: D102
+        return self._operation
+
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    observe_pools = lookup = allocation = freed = compression = report = restored = committed = born = evicted = _nothing
+    observe_pools = moved = lookup = allocation = freed = compression = report = restored = committed = born = evicted = _nothing
     checked = check_failed = guard_changed = close = _nothing
 
 

@@ -24,16 +24,16 @@ class Tracing:
         self._cache = cache
         self._tracer = trace.get_tracer(SCOPE, VERSION, tracer_provider)
 
-    def start(self, operation: OperationName) -> tuple[Span, Token[Context] | None]:
-        """Start a span and make it current, so that spans inside nest; the token undoes that.
+    def start(self, operation: OperationName, parent: Context | None = None) -> tuple[Span, Token[Context] | None]:
+        """Start a span under ``parent``, or what is current. It becomes current, so that others nest in it; the token ends that.
 
         An unsampled span becomes current too, or else spans inside would be sampled as roots of their own. Where there is no SDK
         and no trace to continue, there is nothing to make current, which is what makes that case cheap.
         """
-        span = self._tracer.start_span(SPAN_NAMES[operation])
+        span = self._tracer.start_span(SPAN_NAMES[operation], parent)
         if span is INVALID_SPAN:
             return span, None
-        return span, context.attach(trace.set_span_in_context(span))
+        return span, context.attach(trace.set_span_in_context(span, parent))
 
     def finish(
         self, span: Span, token: Token[Context] | None, attributes: Mapping[str, Scalar], error: BaseException | None
@@ -62,6 +62,11 @@ def sampled(span: Span) -> SpanContext | None:
     """The context of a span that will reach a trace store; None for any other."""
     span_context = span.get_span_context()
     return span_context if span_context.trace_flags.sampled else None
+
+
+def span_id(span_context: SpanContext) -> str:
+    """Sixteen hex digits, as trace stores show them."""
+    return trace.format_span_id(span_context.span_id)
 
 
 def trace_id(span_context: SpanContext) -> str:

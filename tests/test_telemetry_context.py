@@ -1,0 +1,135 @@
+"""Whose trace it is: requests of many threads and tasks, served on one thread; and log lines that say so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+import structlog
+from cache_play import build
+from engine_side import serve
+from hash_model import greedy, hash_engine
+from opentelemetry import context, trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
+
+from mamba_checkpoint_cache import Telemetry, add_trace_ids
+from mamba_checkpoint_cache.serving.engine_thread import EngineThread
+from mamba_checkpoint_cache.serving.request import Request
+from mamba_checkpoint_cache.telemetry import NULL
+
+
+class Traces:
+    """An SDK that keeps every span, and an application's own tracer."""
+
+    def __init__(self) -> None:
+        self.provider, self.exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracer = self.provider.get_tracer("application")
+
+    def of(self, name: str) -> list[ReadableSpan]:
+        """The spans of one trace, named by its root."""
+        spans = self.exporter.get_finished_spans()
+        root = next(span for span in spans if span.name == name)
+        return [span for span in spans if span.context.trace_id == root.context.trace_id]
+
+
+@pytest.fixture
+def traces() -> Traces:
+    return Traces()
+
+
+def names(spans: list[ReadableSpan]) -> list[str]:
+    return sorted(span.name.removeprefix("mamba_checkpoint.") for span in spans)
+
+
+def test_calls_within_a_request_belong_to_it_on_any_thread(traces: Traces) -> None:
+    """A context carried to another thread is the parent there, inner spans nest below, and nothing stays behind on the thread."""
+    telemetry = Telemetry(tracer_provider=traces.provider)
+    cache = build(telemetry)
+
+    def work(parent: context.Context) -> None:
+        with telemetry.within(parent):
+            serve(cache, [1, 2, 3], 3)
+            assert trace.get_current_span() is trace.INVALID_SPAN
+        with telemetry.operation("match"):
+            pass
+
+    with traces.tracer.start_as_current_span("request"), ThreadPoolExecutor(1) as pool:
+        pool.submit(work, context.get_current()).result()
+
+    spans = traces.of("request")
+    assert names(spans) == ["alloc", "alloc", "commit", "compress", "free", "match", "request", "restore"]
+    by_id = {span.context.span_id: span.name for span in spans}
+    parents = {span.name: by_id[span.parent.span_id] for span in spans if span.parent}
+    assert parents["mamba_checkpoint.commit"] == parents["mamba_checkpoint.match"] == "request"
+    assert parents["mamba_checkpoint.compress"] == "mamba_checkpoint.commit"
+
+
+def test_within_undoes_itself_and_may_be_nested(traces: Traces) -> None:
+    """The inner parent counts, then the outer again, then what is current; also when the body raises."""
+    telemetry = Telemetry(tracer_provider=traces.provider)
+    parents = {name: trace.set_span_in_context(traces.tracer.start_span(name)) for name in ("outer", "inner")}
+
+    def look() -> int:
+        with telemetry.operation("match"):
+            return trace.get_current_span().get_span_context().trace_id
+
+    with telemetry.within(parents["outer"]):
+        with suppress(KeyError), telemetry.within(parents["inner"]):
+            assert look() == trace.get_current_span(parents["inner"]).get_span_context().trace_id
+            raise KeyError
+        assert look() == trace.get_current_span(parents["outer"]).get_span_context().trace_id
+        with telemetry.within(None), traces.tracer.start_as_current_span("current") as current:
+            assert look() == current.get_span_context().trace_id
+    assert look() not in {trace.get_current_span(parent).get_span_context().trace_id for parent in parents.values()}
+    with NULL.within(parents["outer"]):
+        pass
+
+
+def test_requests_of_many_tasks_keep_their_traces(traces: Traces) -> None:
+    """Twenty tasks send requests to one engine thread: each finds its own match, restore and commit in its trace, no other's."""
+    telemetry = Telemetry(tracer_provider=traces.provider)
+    thread = EngineThread(lambda: hash_engine(telemetry=telemetry, checkpoint_slots=64))
+    thread.start()
+
+    async def ask(number: int) -> None:
+        with traces.tracer.start_as_current_span(f"request {number}"):
+            request = Request(list(f"prompt of its own {number}".encode()), greedy(3))
+            thread.submit(request)
+            while request.finish is None:
+                await asyncio.sleep(0.005)
+
+    async def ask_all() -> None:
+        async with asyncio.timeout(20):
+            await asyncio.gather(*map(ask, range(20)))
+
+    asyncio.run(ask_all())
+    assert thread.stop(5)
+    for number in range(20):
+        found = names(traces.of(f"request {number}"))
+        assert [found.count(name) for name in ("match", "restore")] == [1, 1]
+        assert found.count("commit") >= 1
+    assert threading.active_count() == 1
+
+
+def test_the_processor_adds_the_ids_of_the_current_span(traces: Traces) -> None:
+    """Within a span a line of anybody's carries its ids; outside, or with ids of its own, it stays as it is."""
+    with capture_logs(processors=[add_trace_ids]) as lines:
+        structlog.get_logger().info("outside")
+        with traces.tracer.start_as_current_span("request") as span:
+            structlog.get_logger().info("inside")
+            structlog.get_logger().info("its own", trace_id="x", span_id="y")
+
+    span_context = span.get_span_context()
+    ids = {"trace_id": f"{span_context.trace_id:032x}", "span_id": f"{span_context.span_id:016x}"}
+    assert lines == [
+        {"event": "outside", "log_level": "info"},
+        {"event": "inside", "log_level": "info", **ids},
+        {"event": "its own", "log_level": "info", "trace_id": "x", "span_id": "y"},
+    ]
