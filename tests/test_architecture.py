@@ -25,7 +25,7 @@ LAYERS = (
     {"serving"},
     {"evaluation"},
     {"bench"},
-    {"tables", "cli"},
+    {"tables", "arguments", "cli"},
 )
 CORE = frozenset().union(*LAYERS[:7])
 CORE_NEEDS = {"torch", "triton", "prometheus_client", "opentelemetry", "structlog"}
