@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from serving_side import COMMAND_LINE, ServerProcess
-from tools import http_receiver
+from tools import http_receiver, wait_for
 
 from mamba_checkpoint_cache.serving import load
 from mamba_checkpoint_cache.serving.options import OptionError
@@ -27,6 +27,10 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
+def lookups(server: ServerProcess) -> int:
+    return sum(Scrape(server.client.get("/metrics").text).by("lookups_total", "outcome").values())
+
+
 def test_each_round_is_another_workload(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many rounds, each with other prompts, and what came of them as the rows of a table."""
     monkeypatch.setattr(load, "SESSIONS", SESSIONS)
@@ -34,8 +38,7 @@ def test_each_round_is_another_workload(server: ServerProcess, monkeypatch: pyte
     rows = load.run(str(server.client.base_url), pause=0.0, rounds=2)["rows"]
 
     assert [row["workload"] for row in rows] == [0, 1]
-    lookups = Scrape(server.client.get("/metrics").text).by("lookups_total", "outcome")
-    assert sum(row["requests"] for row in rows) == lookups["hit"] + lookups["miss"]
+    assert sum(row["requests"] for row in rows) == lookups(server)
     assert rows[0]["requests"] != rows[1]["requests"]
     assert all(row["cached_tokens"] > 0 for row in rows)
 
@@ -43,10 +46,14 @@ def test_each_round_is_another_workload(server: ServerProcess, monkeypatch: pyte
 def test_ctrl_c_ends_it(server: ServerProcess) -> None:
     """Without a number of rounds it goes on until then, and ends without a traceback."""
     command = [sys.executable, "-c", COMMAND_LINE, "load", str(server.client.base_url), "--pause", "0.01"]
+    before = lookups(server)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert "requests, workload 0" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=30)
+        try:
+            wait_for("a request", lambda: lookups(server) > before, 30.0)
+            process.send_signal(signal.SIGINT)
+            _, rest = process.communicate(timeout=30)
+        finally:
+            process.kill()
 
     assert process.returncode == 130
     assert "Traceback" not in rest
