@@ -179,6 +179,27 @@ def interrupted(number: signal.Signals, until: str) -> tuple[int, str, list[int]
         return process.returncode, seen + rest, servers
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_amid_the_start_of_a_process_leaves_nothing(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes when the server runs already, but its handle is not there yet, stops it all the same."""
+    started = subprocess.Popen
+    servers: list[int] = []
+
+    def interrupted_start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        process = started(*arguments, **options)
+        servers.append(process.pid)
+        signal.raise_signal(number)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted_start)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        demo.run(ServeOptions(), WORKLOAD)
+
+    assert len(servers) == 1
+    assert not any(map(alive, servers))
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_the_start_leaves_nothing(number: signal.Signals, code: int) -> None:
     """Ctrl-C while the server starts ends both, without a traceback."""

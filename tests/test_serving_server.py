@@ -106,7 +106,7 @@ def test_a_full_queue_is_a_503(slow: ServerProcess) -> None:
 
     refused = [response for response in responses if response.status_code == 503]
     assert len(refused) + sum(response.status_code == 200 for response in responses) == 20
-    assert 0 < len(refused) <= 12
+    assert 0 < len(refused) <= 20 - 6  # as many may wait; all twenty may come before the next step lets anybody in
     assert {response.headers["retry-after"] for response in refused} == {"2"}
 
 

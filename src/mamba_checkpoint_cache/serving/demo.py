@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from http import HTTPStatus
 from statistics import median
@@ -246,16 +246,18 @@ def _server(options: ServeOptions) -> Iterator[str]:
     """A server process, in a process group of its own that is gone afterwards; gives its address once it takes requests."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         command = [sys.executable, "-c", _SERVE, "serve", *_arguments(options)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, start_new_session=True
-        ) as process:
-            try:
-                announced = process.stdout.readline() if process.stdout else ""
-                if not announced:
-                    raise OptionError(_last_line(log, process.wait()))
-                yield announced.split()[-1]
-            finally:
-                _stop(process)
+        with ExitStack() as undo:
+            with _signals_held():
+                process = undo.enter_context(
+                    subprocess.Popen(
+                        command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True, start_new_session=True
+                    )
+                )
+                undo.callback(_stop, process)
+            announced = process.stdout.readline() if process.stdout else ""
+            if not announced:
+                raise OptionError(_last_line(log, process.wait()))
+            yield announced.split()[-1]
 
 
 def _arguments(options: ServeOptions) -> list[str]:
@@ -278,6 +280,21 @@ def _stop(process: subprocess.Popen[str]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
             return
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """A signal that ends the demo waits: amid the start of a process it would leave one that nobody knows of."""
+    came: list[int] = []
+    held = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in held}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for late in came:
+        signal.raise_signal(late)
 
 
 @contextmanager
