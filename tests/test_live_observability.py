@@ -65,6 +65,11 @@ def serve(*options: str) -> ServerProcess:
     return ServerProcess("serve", "--port=0", "--threads=1", "--drift-rate=0.5", "--drift-checks-per-minute=600", *options)
 
 
+def checked(server: ServerProcess) -> int:
+    """Drift checks that were finished."""
+    return Scrape(server.client.get("/metrics").text).by("drift_checks_total", "outcome")["ok"]
+
+
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with ExitStack() as stack:
@@ -86,7 +91,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         time.sleep(5)  # without traffic every rate is 0, and nothing may divide by it
         with ThreadPoolExecutor(len(urls)) as pool:
             list(pool.map(lambda url: asyncio.run(drive(url, WORKLOAD, lambda _: None)), urls))
-        time.sleep(2)  # the last of it is scraped
+        for server in servers:
+            wait_for("a drift check, which has little time while there is traffic", lambda server=server: checked(server), 60)
+        time.sleep(3)  # the last of it is scraped
         yield Scene(watching, instances, spans, start, time.time())
 
 
