@@ -153,7 +153,7 @@ def test_a_check_compares_the_last_prompt_token_and_sixteen_more() -> None:
 
 
 def test_without_a_rate_there_is_no_check_and_no_memory_for_one() -> None:
-    """With rate 0 nothing is sampled, counted or set aside."""
+    """With rate 0 nothing is sampled, counted, followed or set aside."""
     engine = real_engine(drift_rate=0.0)
     results = results_of(engine)
 
@@ -162,6 +162,7 @@ def test_without_a_rate_there_is_no_check_and_no_memory_for_one() -> None:
 
     assert results == []
     assert engine._checks._recomputation is None
+    assert not engine._checks._history._ends
 
 
 def test_every_hit_is_checked_or_skipped_at_rate_one() -> None:

@@ -34,13 +34,7 @@ def add_serving(command: argparse.ArgumentParser) -> None:
         "page_size": "tokens of a KV page; checkpoint depths are multiples of it",
         "chunk": "tokens of one prefill step",
     }.items():
-        command.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar="N",
-            type=int,
-            default=getattr(defaults, name),
-            help=f"{text} (default: %(default)s)",
-        )
+        _add_number(command, name, int, defaults, text)
     command.add_argument("--threads", metavar="N", type=int, help="torch threads (default: torch's own choice)")
 
 
@@ -67,8 +61,7 @@ def add_drift(command: argparse.ArgumentParser) -> None:
         ("max_relative_error", float, "ceiling on the error of a compression, relative to the state"),
         ("max_kl", float, "ceiling on the mean KL divergence of a comparison, in nats"),
     ):
-        flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
-        command.add_argument(flag, metavar="N", type=kind, default=default, help=f"{text} (default: %(default)s)")
+        _add_number(command, name, kind, defaults, text)
     command.add_argument("--max-hops", metavar="N", type=int, help="lossy round trips after which a state is computed anew")
 
 
@@ -128,13 +121,7 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         "prompt_count": "prompts of each task",
         "prefix_tokens": "tokens of a prompt that are run before the state is stored and restored",
     }.items():
-        command.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar="N",
-            type=int,
-            default=getattr(defaults, name),
-            help=f"{text} (default: %(default)s)",
-        )
+        _add_number(command, name, int, defaults, text)
     command.add_argument(
         "--max-kl",
         metavar="NATS",
@@ -173,6 +160,14 @@ def add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tp", metavar="N", type=int, default=1, help="tensor-parallel ranks; figures are for one (default: %(default)s)"
     )
+
+
+def _add_number(
+    command: argparse.ArgumentParser, name: str, kind: type[int | float], defaults: ServeOptions | EvalOptions, text: str
+) -> None:
+    """The option for the field ``name`` of ``defaults``."""
+    flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+    command.add_argument(flag, metavar="N", type=kind, default=default, help=f"{text} (default: %(default)s)")
 
 
 def _size(text: str) -> int:

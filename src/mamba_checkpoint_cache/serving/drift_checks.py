@@ -50,7 +50,7 @@ class DriftChecks:
 
     Checks run when the engine is idle, and otherwise for ``BUSY_SHARE`` of the time, so that drift is seen on a server that
     never rests as well; a slice is one step of one request, so no request ever waits for more. With ``rate`` 0 there are none,
-    and no memory is set aside for them. ``clock`` gives seconds.
+    nothing is followed, and no memory is set aside for them. ``clock`` gives seconds.
     """
 
     def __init__(
@@ -69,19 +69,24 @@ class DriftChecks:
 
     def started(self, running: Running) -> None:
         """A request was matched and restored. Prompt logits are computed in one go, in other last bits: not sampled."""
+        if self._recomputation is None:
+            return
         running.ends = self._history.of(running.lease)
         if running.lease.depth and not running.request.wants_prompt_logprobs:
             running.sample = self._monitor.sample()
 
     def ran(self, running: Running, logits: Tensor) -> None:
         """A request took a step; ``logits`` ``[vocabulary]`` are those after it."""
+        if self._recomputation is None:
+            return
         running.ends.append(running.session.depth)
         if running.sample is not None and not running.prefilling and running.sample.add(running.session.depth, logits):
             self._begin(running)
 
     def stored(self, running: Running) -> None:
         """The state of a request became a checkpoint."""
-        self._history.keep(running.lease, running.ends)
+        if self._recomputation is not None:
+            self._history.keep(running.lease, running.ends)
 
     def ended(self, running: Running, finish: Finish) -> None:
         """A request is over; what was sampled of one that failed or was aborted is dropped."""
