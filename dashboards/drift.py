@@ -243,9 +243,9 @@ def _tradeoff() -> list[Panel]:
         ),
         rows_of(
             "Which codec runs where, and what does it cost?",
-            "A row for each cache. If the codec is none although int8 is configured, the guard went to native, and the error is "
-            "that of its trials. Empty cells: nothing was compressed, or sampled, for 15 minutes; with no codec, the cache is "
-            "gone.",
+            "A row for each cache. If the codec is none although int8 is configured, or says 3=none though layer 3 was not to "
+            "be, the guard went to native, and errors are those of its trials too. Empty cells: nothing was compressed, or "
+            "sampled, for 15 minutes; with no codec, the cache is gone.",
             [
                 Column("running", q.series("info"), "none"),
                 Column("saved", _saved(by_cache), "bytes"),
@@ -272,8 +272,9 @@ def _guard() -> list[Panel]:
     return [
         timeline(
             "In which mode has the guard been?",
-            "By cache: normal stores compressed, native uncompressed, stopped nothing. No bar: a cache without a guard. If it "
-            "flaps, the codec hovers at its budget: choose native, or raise the budget on purpose.",
+            "By cache: normal stores compressed, native keeps the layers that drifted uncompressed, stopped stores nothing. No "
+            "bar: a cache without a guard. If it flaps, the codec hovers at its budget: choose native, or raise the budget on "
+            "purpose.",
             {EACH: f"max by (instance, cache) ({_GUARD})"},
             GUARD_STATES,
             runbooks="GuardDegraded",
@@ -285,6 +286,16 @@ def _guard() -> list[Panel]:
             {"{{to}}": f"round({q.total(changes, 'to')})"},
             unit="none",
             stacked=True,
+            runbooks="GuardDegraded",
+        ),
+        lines(
+            "In which format is each layer kept?",
+            "Recurrent layers of all chosen caches by the format of their checkpoints now. If none grows, the guard keeps layers "
+            "native that drifted: the table above says which, and `eval --per-layer` whether to make that permanent.",
+            {"{{codec}}": f"{q.total(q.series('layers'), 'codec')} > 0"},
+            unit="none",
+            stacked=True,
+            width=24,
             runbooks="GuardDegraded",
         ),
     ]

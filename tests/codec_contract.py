@@ -78,8 +78,9 @@ def energies(state: Tensor, restored: Tensor) -> Tensor:
     """Signal energy, error energy and non-finite count per (layer, head) of finite-or-not states ``[L, H, d_v, d_k]``, slowly."""
     state, restored = state.cpu().double(), restored.cpu().double()
     finite = state.isfinite()
-    signal = state.masked_fill(~finite, 0).pow(2).flatten(-2).sum(-1)
-    error = (state - restored).masked_fill(~finite, 0).pow(2).flatten(-2).sum(-1)
+    clean = state.masked_fill(~finite, 0)
+    signal = clean.pow(2).flatten(-2).sum(-1)
+    error = (clean - restored).masked_fill(~restored.isfinite(), 0).pow(2).flatten(-2).sum(-1)
     return torch.stack([signal, error, (~finite).flatten(-2).sum(-1).double()], -1)
 
 

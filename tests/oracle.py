@@ -78,29 +78,46 @@ class Guard:
     checks: int
     recover_after: int
     degraded: str
+    layers: frozenset[int] = frozenset({0})
+    native: frozenset[int] = frozenset()
     mode: str = "normal"
     proven: bool = True
     failed_on: str | None = None
     wait: int = 0
-    since: list[tuple[str, bool]] = field(default_factory=list)
+    since: list[tuple[str, bool | frozenset[int]]] = field(default_factory=list)
 
-    def hear(self, kind: str, good: bool = True) -> str | None:
-        """A compression, a check, a trial or a commit. Returns the new mode if it changes."""
-        self.since.append((kind, good))
+    def hear(self, kind: str, good: bool = True, over: frozenset[int] | None = None) -> str | None:
+        """A compression with the layers ``over`` bad, a check, a trial or a commit. Returns the new mode if it changes."""
+        watched = frozenset() if self.mode == "stopped" else self.layers - self.native
+        over = (frozenset() if good else self.layers) if over is None else over
+        self.since.append((kind, over & watched if kind == "compression" else not good))
         size = {"compression": self.window, "check": self.checks}.get(kind)
-        if self.mode == "normal" and size:
-            last = [g for k, g in self.since if k == kind][-size:]
-            if len(last) == size and last.count(False) >= last.count(True):
-                self.wait = self.recover_after if self.proven else min(2 * self.wait, 64 * self.recover_after)
+        if size and watched:
+            last = [bad for k, bad in self.since if k == kind][-size:]
+            if len(last) == size and self._too_many(last):
+                if self.mode == "normal":
+                    self.wait = self.recover_after if self.proven else min(2 * self.wait, 64 * self.recover_after)
                 self.failed_on = kind
+                if self.degraded == "native":
+                    self.native |= self._drifting(last) if kind == "compression" else watched
                 return self._change(self.degraded)
-            self.proven = self.proven or (len(last) == size and kind == self.failed_on and self.commits >= self.recover_after)
+            lasted = len(last) == size and kind == self.failed_on and self.commits >= self.recover_after
+            self.proven = self.proven or (self.mode == "normal" and lasted)
         elif self.mode != "normal" and kind == "commit" and self.commits >= self.wait:
-            trials = [g for k, g in self.since if k == "trial"][-self.window :]
-            if len(trials) == self.window and all(trials):
-                self.proven = False
+            trials = [bad for k, bad in self.since if k == "trial"][-self.window :]
+            if len(trials) == self.window and not any(trials):
+                self.proven, self.native = False, frozenset()
                 return self._change("normal")
         return None
+
+    def _too_many(self, bad: list) -> bool:
+        return sum(map(bool, bad)) >= len(bad) - sum(map(bool, bad))
+
+    def _drifting(self, last: list[frozenset[int]]) -> frozenset[int]:
+        """Of all ways to keep the layers most often over budget native, the one with the fewest that does."""
+        ranking = sorted(self.layers, key=lambda layer: (-sum(layer in over for over in last), layer))
+        ways = (frozenset(ranking[:count]) for count in range(len(ranking) + 1))
+        return next(way for way in ways if not self._too_many([over - way for over in last]))
 
     @property
     def commits(self) -> int:

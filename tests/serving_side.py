@@ -22,12 +22,11 @@ COMMAND_LINE = "import sys; from mamba_checkpoint_cache.cli import main; sys.exi
 
 
 @cache
-def real_model() -> HybridModel:
+def real_model(recurrent_layers: int = 1) -> HybridModel:
     """A tiny probed Qwen3.5 with random weights."""
     torch.set_num_threads(1)
-    return prepare_model(
-        build_gdn_hybrid(head_dim=16, hidden_size=32, num_heads=2, layers=("linear_attention", "full_attention"))
-    )
+    layers = ("linear_attention",) * recurrent_layers + ("full_attention",)
+    return prepare_model(build_gdn_hybrid(head_dim=16, hidden_size=32, num_heads=2, layers=layers))
 
 
 class ServerProcess:

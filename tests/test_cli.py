@@ -13,6 +13,7 @@ import pytest
 import structlog
 
 from mamba_checkpoint_cache import cli
+from mamba_checkpoint_cache.evaluation.options import EvalOptions
 from mamba_checkpoint_cache.serving.options import ServeOptions
 
 PLAN = ["plan", "--model", "Qwen3-Next-80B-A3B", "--memory", "8GiB"]
@@ -40,6 +41,7 @@ def implementation(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
 
     monkeypatch.setattr(cli, "import_module", load)
     monkeypatch.setattr(cli.tables, "demo_table", cli.tables.rows_table)
+    monkeypatch.setattr(cli.tables, "drift_table", cli.tables.rows_table)
     monkeypatch.setattr(cli.tables, "reuse_table", cli.tables.rows_table)
     monkeypatch.setattr(cli.tables, "sampling_table", cli.tables.rows_table)
     monkeypatch.setattr(cli.tables, "telemetry_table", cli.tables.rows_table)
@@ -104,7 +106,10 @@ def test_plan_reads_a_config_file(tmp_path: Path, capsys: Captured) -> None:
         (["plan", "--model", "gpt-2", "--memory", "1GiB"], "unknown model 'gpt-2'"),
         (["plan", "--config", "nowhere.json", "--memory", "1GiB"], "can't read nowhere.json"),
         ([*PLAN, "--tp", "3"], "tensor parallelism of 3"),
-        ([*PLAN, "--codec", "int4"], "invalid choice: 'int4'"),
+        ([*PLAN, "--codec", "int3"], "unknown codec 'int3', expected one of none"),
+        ([*PLAN, "--codec", "int8,1"], "expected LAYERS=FORMAT after the first format, as in int8,0=none,3-5=none; got '1'"),
+        ([*PLAN, "--codec", "int8,99=none"], "a codec names layer 99, but the recurrent layers are 0 … 35"),
+        (["serve", "--codec", "int8,1=int3"], "unknown codec 'int3' in 'int8,1=int3', expected one of none"),
         ([*PLAN, "--json", "/nowhere/plan.json"], "can't write /nowhere/plan.json"),
         (["serve", "--chunk", "many"], "invalid int value: 'many'"),
         (["serve", "--chunk", "10", "--page-size", "4"], "chunk must be a multiple of page_size, got 10 and 4"),
@@ -112,6 +117,7 @@ def test_plan_reads_a_config_file(tmp_path: Path, capsys: Captured) -> None:
         (["serve", "--guard", "on"], "invalid choice: 'on'"),
         (["serve", "--otlp-ratio", "2"], "otlp_ratio must be a share of the traces, 0 … 1, got 2.0"),
         (["serve", "--otlp-endpoint", "host:4318"], "otlp_endpoint must be an http or https address, got 'host:4318'"),
+        (["bench", "drift", "--prompt-count", "0"], "prompt_count must be at least 1, got 0"),
         (["load", "--pause", "-1"], "-1 must be 0 or more"),
         (["load", "--rounds", "0"], "0 must be 1 or more"),
         (["load", "http://127.0.0.1:1"], "can't reach http://127.0.0.1:1: "),
@@ -184,6 +190,15 @@ def test_benchmarks_run_and_print(what: str, implementation: list[tuple[object, 
     assert implementation == 2 * [(f"mamba_checkpoint_cache.bench.{what}",)]
     assert "1,000" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text()) == ROWS
+
+
+def test_bench_drift_takes_a_number_of_prompts(implementation: list[tuple[object, ...]]) -> None:
+    """``--prompt-count`` arrives; its default is that of ``eval``."""
+    assert cli.main(["bench", "drift"]) == 0
+    assert cli.main(["bench", "drift", "--prompt-count", "7"]) == 0
+
+    module = "mamba_checkpoint_cache.bench.drift"
+    assert implementation == [(module, EvalOptions().prompt_count), (module, 7)]
 
 
 def test_bench_reuse_replays_a_trace_on_demand(implementation: list[tuple[object, ...]]) -> None:

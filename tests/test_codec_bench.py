@@ -6,24 +6,54 @@ import pytest
 import torch
 
 from mamba_checkpoint_cache.bench import codec as bench
-from mamba_checkpoint_cache.codec import get_codec
+from mamba_checkpoint_cache.codec import CODEC_NAMES, get_codec
 from mamba_checkpoint_cache.state import StateSpec
 
-TIMES = ("compress_ms", "restore_ms", "eager_compress_ms", "eager_restore_ms", "copy_ms")
+OWN = ("compress_ms", "restore_ms", "compress_ratio", "restore_ratio")
+SHARED = ("eager_compress_ms", "eager_restore_ms", "copy_ms")
 
 
 def test_rows_have_the_public_keys() -> None:
-    """One row per shape and dtype, in their order, with times that were measured."""
+    """One row per shape, dtype and format, in their order, with times that were measured."""
     rows = [row for row in bench.run({"small": (2, 2, 5, 7), "other": (1, 1, 8, 8)}, rounds=2)["rows"] if row["device"] == "cpu"]
 
     assert [(row["shape"], row["dtype"], row["format"]) for row in rows] == [
-        ("small 2x2x5x7", "float32", "int8"),
-        ("small 2x2x5x7", "bfloat16", "int8"),
-        ("other 1x1x8x8", "float32", "int8"),
-        ("other 1x1x8x8", "bfloat16", "int8"),
+        (shape, dtype, name)
+        for shape in ("small 2x2x5x7", "other 1x1x8x8")
+        for dtype in ("float32", "bfloat16")
+        for name in CODEC_NAMES
+        if name != "none"
     ]
-    assert all(list(row) == ["device", "shape", "dtype", "format", *TIMES] for row in rows)
-    assert all(row[time] > 0 for row in rows for time in TIMES)
+    assert all(list(row) == ["device", "shape", "dtype", "format", *OWN, *SHARED] for row in rows)
+    assert all(row[time] > 0 for row in rows for time in (*OWN, *SHARED))
+
+
+def test_formats_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round times every operation of every format once; figures are medians without the first rounds, ratios to int8's."""
+    formats, operations = len(bench.FORMATS), 3 + 2 * len(bench.FORMATS)
+    called: list[int] = []
+
+    def timer(operation: object) -> float:
+        called.append(id(operation))
+        turn, place = divmod(len(called) - 1, operations)
+        return (1 + place) * (1000.0 if turn < bench.WARM_UP else (1.0, 2.0, 9.0)[turn - bench.WARM_UP])
+
+    monkeypatch.setattr(bench, "_milliseconds", timer)
+    monkeypatch.setattr(bench, "DTYPES", {"float32": torch.float32})
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+
+    rows = bench.run({"small": (1, 1, 4, 4)}, rounds=3)["rows"]
+
+    turns = [called[i : i + operations] for i in range(0, len(called), operations)]
+    assert len(turns) == bench.WARM_UP + 3
+    assert len(set(turns[0])) == operations
+    assert all(turn == turns[0] for turn in turns)
+    assert [(row["eager_compress_ms"], row["eager_restore_ms"], row["copy_ms"]) for row in rows] == [(2, 4, 6)] * formats
+    assert [(row["compress_ms"], row["restore_ms"]) for row in rows] == [(8 + 4 * i, 10 + 4 * i) for i in range(formats)]
+    peer = rows[bench.FORMATS.index("int8")]
+    for row in rows:
+        assert row["compress_ratio"] == row["compress_ms"] / peer["compress_ms"]
+        assert row["restore_ratio"] == row["restore_ms"] / peer["restore_ms"]
 
 
 @pytest.mark.parametrize("dtype", bench.DTYPES.values(), ids=str)

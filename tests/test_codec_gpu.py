@@ -13,7 +13,7 @@ import pytest
 import torch
 from codec_contract import DTYPES
 
-from mamba_checkpoint_cache.codec.reference import MIN_AMAX, SCALE_DTYPES, largest_scale
+from mamba_checkpoint_cache.codec.reference import MIN_AMAX, Int8Codec
 
 triton = pytest.importorskip("triton")
 
@@ -62,8 +62,8 @@ def source(
     known = {"NUM_LAYERS": 36, "NUM_HEADS": 32, "D_V": size[0], "D_K": size[1], contiguous: 1} | (known or {})
     known |= {"BLOCK_V": min(triton.next_power_of_2(size[0]), most_v), "BLOCK_K": min(triton.next_power_of_2(size[1]), most_k)}
     if kernel is compress_kernel:
-        known |= {"MIN_AMAX": MIN_AMAX, "LARGEST_SCALE": largest_scale(dtype)}
-    pointers = {"p_state": TYPES[dtype], "p_q": "*i8", "p_scale": TYPES[SCALE_DTYPES[dtype]], "p_report": "*fp64"}
+        known |= {"MIN_AMAX": MIN_AMAX, "LARGEST_SCALE": Int8Codec().largest_scale(dtype)}
+    pointers = {"p_state": TYPES[dtype], "p_q": "*i8", "p_scale": TYPES[Int8Codec().scale_dtype(dtype)], "p_report": "*fp64"}
     rows = {"p_state_rows": "*i64", "p_stored_rows": "*i64"}
     signature = {name: "constexpr" if name in known else (pointers | rows).get(name, "i64") for name in kernel.arg_names}
     aligned = [name in pointers or name.startswith("stride") for name in kernel.arg_names]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,11 +25,14 @@ from mamba_checkpoint_cache import (
     HandleError,
     LogitComparison,
     PrefixCache,
+    SideSpec,
     Skipped,
+    StateSpec,
     Stored,
     Telemetry,
 )
-from mamba_checkpoint_cache.codec.reference import NoneCodec
+from mamba_checkpoint_cache.codec.layered import LayeredCodec
+from mamba_checkpoint_cache.codec.reference import Int8Codec, NoneCodec
 
 BUDGET = DriftBudget(window=4, checks=2, recover_after=12)
 BAD_CHECK = LogitComparison((0.3, 0.5), (True, False))
@@ -649,6 +655,7 @@ def test_a_change_is_told_to_whoever_watches():
         ("mamba_checkpoint.guard_degraded", "native", "compressions", BUDGET.window),
         ("mamba_checkpoint.guard_recovered", "normal", "trials", BUDGET.recover_after),
     ]
+    assert [line["codec"] for line in lines if "guard" in line["event"]] == ["none", "int8"]
     told = [
         (span.name, event.attributes["mamba_checkpoint.mode"]) for span in exporter.get_finished_spans() for event in span.events
     ]
@@ -672,3 +679,177 @@ def test_what_is_scraped_of_a_pool_laid_out_anew():
     assert value(telemetry, "bytes", pool="checkpoint", kind="native_equivalent") == spec.native_bytes
     info = next(s.labels for family in telemetry.registry.collect() for s in family.samples if s.name == "mamba_checkpoint_info")
     assert (info["codec"], info["fingerprint"]) == ("none", f"{spec.fingerprint}-none")
+
+
+class FirstFading(FadingCodec):
+    name = "first"
+
+
+class LastFading(FadingCodec):
+    name = "last"
+
+
+LAYERED = StateSpec(num_layers=4, num_heads=2, d_v=4, d_k=3, side=(SideSpec("conv", (5, 3)),))
+
+
+def layered_cache(*, others=None, **options) -> PrefixCache:
+    """A guarded cache of four layers, of which the first two and the last can be made to drift, apart from each other."""
+    first, last = FirstFading(), LastFading()
+    cache = guarded(codec=LayeredCodec([first, first, others or Int8Codec(), last]), spec=LAYERED, **options)
+    cache.first, cache.last = first, last
+    return cache
+
+
+def parts(cache: PrefixCache, slot) -> list[float]:
+    """The content of each layer of a slot."""
+    return [round(float(layer.mean()), 3) for layer in cache.active.state[:, slot.index]]
+
+
+def serve_until_changed(cache: PrefixCache, new, kv: KvSlots | None = None) -> int:
+    """Serve until the guard changes what it asks for; the requests that it took."""
+    guard = cache._degradation._guard
+    before = guard.mode, guard.native
+    for count in range(1, 100):
+        serve(cache, next(new), 4, kv=kv)
+        if (guard.mode, guard.native) != before:
+            return count
+    raise AssertionError("never changed")
+
+
+@with_and_without_kv
+def test_only_the_layers_that_drift_are_kept_native(kv):
+    """They come back exact, the others compressed; the same memory holds fewer slots than before, and more than all native."""
+    kv = kv and kv()
+    telemetry = Telemetry()
+    cache = layered_cache(kv=kv, telemetry=telemetry)
+    pool, memory = cache.checkpoints, 12 * cache.checkpoints.bytes_per_slot
+    serve(cache, [99, 2, 3, 4, 5], 4, kv=kv)
+
+    cache.last.faded = True
+    assert serve_until_changed(cache, prompts(), kv) <= BUDGET.window
+    assert (mode(cache), depth_of(cache, [99, 2, 3, 4, 5])) == ("native", 0)
+    serve(cache, [7, 7, 7, 7, 7], 3, kv=kv, value=5.0)
+    again = Request(cache, [7, 7, 7, 7, 7], kv)
+
+    assert (again.match.depth, again.match.hops) == (3, 1)
+    assert parts(cache, again.slot) == [15.0] * 4, "the layer that drifts was not compressed"
+    assert pool.codec.name == "first,2=int8,3=none"
+    assert pool.slots.capacity == CheckpointPool.slots_for(LAYERED, pool.codec, memory)
+    assert CheckpointPool.slots_for(LAYERED, "none", memory) < pool.slots.capacity < 11
+    assert {c: value(telemetry, "layers", codec=c) for c in ("first", "last", "int8", "none")} == {
+        "first": 2,
+        "last": None,
+        "int8": 1,
+        "none": 1,
+    }
+    again.finish()
+    cache.flush()
+    assert kv is None or len(kv.free_ids) == kv.size
+
+
+def test_further_layers_follow_and_all_come_back():
+    """Each change starts over; back to normal goes by trials of the codec as it was, and brings all layers back at once."""
+    with capture_logs() as lines:
+        hours = itertools.count(0.0, 3600.0)  # so that no line is held back
+        cache, new = layered_cache(telemetry=Telemetry(clock=lambda: next(hours))), prompts()
+        cache.last.faded = True
+        serve_until_changed(cache, new)
+        cache.first.faded = True
+        assert serve_until_changed(cache, new) == BUDGET.window
+        assert (mode(cache), cache._degradation._guard.native) == ("native", {0, 1, 3})
+        serve(cache, next(new), 4)
+        assert cache.checkpoints.codec.name == "none,2=int8"
+        cache.first.faded = False
+        for _ in range(40):
+            serve(cache, next(new), 4)
+        assert mode(cache) == "native", "trials show the drift of the last layer, which is not stored compressed"
+        cache.last.faded = False
+        recover(cache, new=new)
+        depth_of(cache, [1, 2])
+
+    assert cache.checkpoints.codec.name == "first,2=int8,3=last"
+    assert cache.checkpoints.slots.capacity == 11
+    assert [(line["mode"], line["codec"]) for line in lines if "guard" in line["event"]] == [
+        ("native", "first,2=int8,3=none"),
+        ("native", "none,2=int8"),
+        ("normal", "first,2=int8,3=last"),
+    ]
+
+
+def test_one_layer_over_is_over_however_small_it_is():
+    """The ceiling is each layer's own: a layer that drifts does not hide behind others that weigh more, in a trial neither."""
+    cache, new = layered_cache(), prompts()
+    cache.last.faded = True
+
+    def run(commits: int) -> None:
+        for _ in range(commits):
+            request = Request(cache, next(new))
+            fill(cache, request.slot, 1000.0)
+            cache.active.state[3, request.slot.index] = 1.0
+            assert isinstance(request.commit(4), Stored)
+            request.finish()
+
+    run(BUDGET.window)
+    assert cache._degradation._guard.native == {3}
+    run(5 * BUDGET.recover_after)
+    assert cache._degradation._guard.native == {3}
+    cache.last.faded = False
+    run(BUDGET.recover_after)
+    assert mode(cache) == "normal"
+
+
+def test_layers_that_were_native_from_the_start_are_not_watched():
+    """They can't drift, and their share of the ranks' questions is not asked."""
+    asked = []
+    cache = layered_cache(others=NoneCodec(), agree=lambda good: asked.append(good) or good)
+    assert cache._degradation._guard.layers == {0, 1, 3}
+    serve(cache, [99, 2, 3, 4, 5], 4)
+    assert asked == [True, True], "finite, and within budget"
+
+    cache.first.faded = True
+    serve(cache, [98, 2, 3, 4, 5], 4)
+
+    assert asked[2:] == [True, False, False, False, True], "finite, not within budget, and which of three layers is"
+
+
+class Ranks:
+    """An all-reduce of the minimum between threads: each call of one rank waits for that of the other."""
+
+    def __init__(self) -> None:
+        self.said = [True, True]
+        self.calls = 0
+        self.barrier = threading.Barrier(2, timeout=20)
+
+    def agree(self, rank: int):
+        def reduce(good: bool) -> bool:
+            self.said[rank] = good
+            self.calls += 1
+            self.barrier.wait()
+            together = all(self.said)
+            self.barrier.wait()
+            return together
+
+        return reduce
+
+
+def test_ranks_move_the_same_layers():
+    """What drifts on one rank only is moved on both, in the same call, and comes back on both; they ask each other alike."""
+    ranks = Ranks()
+    caches = [layered_cache(agree=ranks.agree(rank)) for rank in range(2)]
+    caches[0].first.faded = caches[1].last.faded = True
+
+    def run(cache: PrefixCache) -> list:
+        guard, new, seen = cache._degradation._guard, prompts(), []
+        for call in range(60):
+            if call == 20:
+                cache.first.faded = cache.last.faded = False
+            serve(cache, next(new), 4)
+            seen.append((guard.mode, guard.native, cache.checkpoints.codec.name))
+        return seen
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, caches)
+
+    assert first == second
+    assert first[BUDGET.window] == ("native", {0, 1, 3}, "none,2=int8")
+    assert first[-1] == ("normal", frozenset(), "first,2=int8,3=last")

@@ -39,20 +39,24 @@ def evaluation(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_every_option_arrives(evaluation: SimpleNamespace, tmp_path: Path) -> None:
     """The defaults are those of the options, and each flag sets its own."""
-    argv = "--model some/model --codec int8,none --prompts traffic.jsonl --prompt-count 7 --prefix-tokens 99 --max-kl 0.5"
+    argv = "--model some/model --codec int8,0=none,2-3=none,none --prompts traffic.jsonl --prompt-count 7 --prefix-tokens 99"
+    argv += " --max-kl 0.5 --per-layer"
 
     assert cli.main(["eval"]) == 0
+    assert cli.main(["eval", "--per-layer", "int8"]) == 0
     assert cli.main(["eval", *argv.split(), "--max-relative-error", "0.01", "--html", str(tmp_path / "page.html")]) == 0
 
     assert evaluation.options == [
         EvalOptions(),
+        EvalOptions(per_layer="int8"),
         EvalOptions(
             model="some/model",
-            codecs=("int8", "none"),
+            codecs=("int8,0=none,2-3=none", "none"),
             prompts=Path("traffic.jsonl"),
             prompt_count=7,
             prefix_tokens=99,
             html=tmp_path / "page.html",
+            per_layer="none",
             budget=DriftBudget(kl_nats=0.5, relative_error=0.01),
         ),
     ]
@@ -78,8 +82,11 @@ def test_over_the_budget_is_exit_code_three(evaluation: SimpleNamespace, tmp_pat
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--codec", "int9"], "expected codecs out of none, int8, each once, got 'int9'"),
-        (["--codec", ""], "expected codecs out of"),
+        (["--codec", "int9"], "unknown codec 'int9', expected one of none"),
+        (["--codec", "int8,2-1=none"], "expected LAYERS=FORMAT after the first format"),
+        (["--codec", "int8,none,int8"], "expected codecs, each once, got 'int8 and none and int8'"),
+        (["--codec", ""], "unknown codec ''"),
+        (["--per-layer", "int9"], "invalid choice: 'int9'"),
         (["--max-kl", "0"], "DriftBudget.kl_nats must be over 0, got 0.0"),
         (["--max-relative-error", "nan"], "DriftBudget.relative_error must be over 0, got nan"),
         (["--prompt-count", "few"], "invalid int value: 'few'"),

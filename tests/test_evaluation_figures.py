@@ -94,9 +94,17 @@ def test_a_row_has_the_state_error_of_its_own_restore() -> None:
 
     assert row["relative_error"] == pytest.approx(math.sqrt((4 + 1 + 2 + 3) / 16))
     assert row["worst_head"] == pytest.approx(math.sqrt((4 + 2) / 8))
+    assert row["worst_layer"] == pytest.approx(row["relative_error"]), "there is one layer"
     assert figures.head_errors([t.arms[ArmKey("int8", True)].energies[1] for t in trials]).flatten().tolist() == pytest.approx(
         [math.sqrt(6 / 8), math.sqrt(4 / 8)]
     )
+
+
+def test_the_worst_layer_is_that_with_the_largest_error_of_its_own() -> None:
+    """Over all prompts and heads of a layer, relative to that layer's state."""
+    energies = [torch.tensor([[[4.0, 1.0], [4.0, 0.0]], [[100.0, 2.0], [0.0, first]]]) for first in (0.0, 1.0)]
+
+    assert figures.layer_errors(energies).tolist() == pytest.approx([math.sqrt(2 / 16), math.sqrt(5 / 200)])
 
 
 def test_a_state_of_zeros_has_no_error() -> None:

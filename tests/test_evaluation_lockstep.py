@@ -163,7 +163,7 @@ class WrongAxis(Int8Codec):
         rows = torch.arange(state.shape[-1]) % state.shape[-2]
         row["scale"].copy_(state.abs().amax(-1)[:, None, rows] / 127)
         row["q"].copy_((state / row["scale"]).round().clamp(-127, 127))
-        return measure(state, self._decode(row, state.dtype))
+        return measure(state, self._decode(row, state))
 
 
 Compress = Callable[[CheckpointPool, ActivePool, ActiveSlot, CheckpointSlot], object]

@@ -115,7 +115,7 @@ def test_a_file_that_can_not_be_read_is_said(tmp_path: Path) -> None:
 
 def test_recall_asks_for_each_value_after_its_key() -> None:
     """The restore stands right after the pairs; each answer is a value that the prefix told for the key before it."""
-    for prompt in built_in_recall(3):
+    for prompt in [*built_in_recall(3), *built_in_recall(1, rounds=4)]:
         text = bytes(prompt.tokens)
         told = dict(zip(text[1 : prompt.depth - 1 : 2], text[2 : prompt.depth - 1 : 2], strict=True))
         assert text[prompt.depth - 1 : prompt.depth] == b">"
@@ -123,6 +123,7 @@ def test_recall_asks_for_each_value_after_its_key() -> None:
         assert list(prompt.answers) == list(range(prompt.depth + 1, len(text), 2))
     assert built_in_recall(2) == built_in_recall(2)
     assert len({bytes(prompt.tokens) for prompt in built_in_recall(5)}) == 5
+    assert [len(built_in_recall(1, rounds=rounds)[0].answers) for rounds in (1, 4)] == [32, 128]
 
 
 def test_built_in_text_fills_every_prompt() -> None:

@@ -31,8 +31,10 @@ from mamba_checkpoint_cache.tables import eval_table
 
 ROW = [
     *("codec", "task", "bits_per_element", "distance", "hops", "kl_mean", "kl_p95", "kl_p99", "kl_ci", "top1", "relative_error"),
-    *("worst_head", "prompts"),
+    *("worst_layer", "worst_head", "prompts"),
 ]
+
+BOTH = ("none", "int8")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def made(model: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
     path = tmp_path_factory.mktemp("eval") / "report.html"
     with pytest.MonkeyPatch.context() as monkeypatch:
         serve(monkeypatch, model)
-        result = runner.run(EvalOptions(prompt_count=2, prefix_tokens=30, html=path))
+        result = runner.run(EvalOptions(codecs=BOTH, prompt_count=2, prefix_tokens=30, html=path))
     return result, path.read_text(encoding="utf-8")
 
 
@@ -87,7 +89,7 @@ def test_the_control_is_exactly_zero(made: tuple[dict[str, Any], str]) -> None:
             )
         else:
             assert 0 < row["kl_mean"] < 0.1
-            assert 0.001 < row["relative_error"] < row["worst_head"] < 0.1
+            assert 0.001 < row["relative_error"] < row["worst_layer"] < row["worst_head"] < 0.1
     assert result["verdict"]["control"] == {"exact": True, "largest_kl": 0.0, "sound": True}
     assert result["recall"]["none"]["cached"] == result["recall"]["none"]["uncached"]
     assert result["bits_per_byte"]["none"]["cached"] == result["bits_per_byte"]["none"]["uncached"]
@@ -119,7 +121,7 @@ def test_the_same_options_give_the_same_report(
     serve(monkeypatch, model)
     torch.manual_seed(77)
 
-    again = runner.run(EvalOptions(prompt_count=2, prefix_tokens=30, html=tmp_path / "again.html"))
+    again = runner.run(EvalOptions(codecs=BOTH, prompt_count=2, prefix_tokens=30, html=tmp_path / "again.html"))
 
     assert again == made[0]
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == made[1]
@@ -254,7 +256,7 @@ def test_a_foreign_model_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) 
     loaded = LoadedModel("mine", tiny_model("jamba", torch.bfloat16), Letters(), 60)
     monkeypatch.setattr(runner, "load_model", lambda path: loaded)
 
-    result = runner.run(EvalOptions(model="mine", prompt_count=1, prefix_tokens=20))
+    result = runner.run(EvalOptions(model="mine", codecs=BOTH, prompt_count=1, prefix_tokens=20))
 
     notes = "\n".join(result["notes"])
     for words in ("token by token", "1 of 1 prompts have less than the 276 tokens", "Python source", "Recall was not measured"):
@@ -314,10 +316,10 @@ def test_a_tight_budget_is_exceeded(model: Any, monkeypatch: pytest.MonkeyPatch)
     serve(monkeypatch, model, name="mine")
     budget = DriftBudget(kl_nats=1e-9, relative_error=1e-4)
 
-    verdict = runner.run(EvalOptions(model="mine", prompt_count=1, prefix_tokens=20, budget=budget))["verdict"]
+    verdict = runner.run(EvalOptions(model="mine", codecs=BOTH, prompt_count=1, prefix_tokens=20, budget=budget))["verdict"]
 
     assert not verdict["within"]
-    assert {over["figure"] for over in verdict["over"]} == {"kl_mean", "relative_error"}
+    assert {over["figure"] for over in verdict["over"]} == {"kl_mean", "worst_layer"}
     assert all(over["value"] > over["ceiling"] for over in verdict["over"])
     assert {over["codec"] for over in verdict["over"]} == {"int8"}
 
@@ -328,7 +330,9 @@ def test_a_fault_of_state_fails_the_report(model: Any, monkeypatch: pytest.Monke
     hybrid = runner.prepare_model(model)
     planted("two heads swapped", hybrid, runner.text_prompts(ByteTokens(), count=1, depth=20, longest=60)[0], monkeypatch)
 
-    verdict = runner.run(EvalOptions(model="mine", prompt_count=1, prefix_tokens=20, budget=DriftBudget(1e9, 1e9)))["verdict"]
+    verdict = runner.run(EvalOptions(model="mine", codecs=BOTH, prompt_count=1, prefix_tokens=20, budget=DriftBudget(1e9, 1e9)))[
+        "verdict"
+    ]
 
     assert not verdict["within"]
     assert verdict["control"]["largest_kl"] > 0
@@ -348,7 +352,7 @@ def test_a_model_that_gives_no_numbers_is_over(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(runner, "prepare_model", prepare_then_break)
 
-    result = runner.run(EvalOptions(model="mine", prompt_count=1, prefix_tokens=20))
+    result = runner.run(EvalOptions(model="mine", codecs=BOTH, prompt_count=1, prefix_tokens=20))
 
     assert not result["verdict"]["within"]
     assert result["rows"][-1]["kl_mean"] is None
@@ -388,9 +392,11 @@ def test_the_number_of_threads_is_put_back(model: Any, monkeypatch: pytest.Monke
     [
         ({"prompt_count": 0}, "prompt_count must be at least 1, got 0"),
         ({"prefix_tokens": -1}, "prefix_tokens must be at least 1, got -1"),
-        ({"codecs": ("int8", "int9")}, "expected codecs out of none, int8, each once, got 'int8, int9'"),
-        ({"codecs": ("int8", "int8")}, "each once"),
+        ({"codecs": ("int8", "int9")}, "unknown codec 'int9', expected one of none"),
+        ({"codecs": ("int8", "int8,0=int9")}, "unknown codec 'int9' in 'int8,0=int9', expected one of none"),
+        ({"codecs": ("int8", "int8")}, "expected codecs, each once, got 'int8 and int8'"),
         ({"codecs": ()}, "expected codecs"),
+        ({"per_layer": "int8,0=none"}, "per_layer must be one of none"),
     ],
 )
 def test_options_are_checked_once(options: dict[str, Any], message: str) -> None:

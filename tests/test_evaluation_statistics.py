@@ -66,6 +66,25 @@ def test_the_bootstrap_interval_covers_the_mean_of_skewed_figures() -> None:
     assert 170 <= covered <= 198
 
 
+def test_the_bootstrap_interval_of_a_ratio_is_paired() -> None:
+    """Prompts are drawn for both figures alike: a fixed part has no spread, however much the figures themselves scatter."""
+    generator = random.Random(9)
+    base = [generator.lognormvariate(0.0, 2.0) for _ in range(40)]
+    noise = [generator.uniform(0.2, 0.4) for _ in base]
+
+    fixed = bootstrap_interval([0.3 * value for value in base], over=base)
+    low, high = bootstrap_interval([share * value for share, value in zip(noise, base, strict=True)], over=base)
+
+    assert fixed == pytest.approx((0.3, 0.3))
+    assert 0.2 < low < sum(map(math.prod, zip(noise, base, strict=True))) / sum(base) < high < 0.4
+
+
+def test_no_interval_of_a_ratio_to_nothing() -> None:
+    """Where some draw divides by 0 there is none."""
+    assert bootstrap_interval([1.0, 2.0], over=[0.0, 1.0]) is None
+    assert bootstrap_interval([0.0, 0.0], over=[0.0, 0.0]) is None
+
+
 @pytest.mark.parametrize("figures", [[], [1.0], [1.0, math.nan], [1.0, math.inf]])
 def test_no_interval_where_nothing_scatters(figures: list[float]) -> None:
     """Fewer than two prompts, or a figure that is not finite, give no interval instead of a wrong one."""

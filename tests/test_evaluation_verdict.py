@@ -22,14 +22,14 @@ def row(**changed: Any) -> dict[str, Any]:
         "hops": 1,
         "kl_mean": 0.01,
         "kl_ci": (0.005, 0.02),
-        "relative_error": 0.01,
+        "worst_layer": 0.01,
     }
     return sound | changed
 
 
 def test_within_the_budget() -> None:
     """What lies under both ceilings, or on them, is within; the text has the worst figures and where they were measured."""
-    rows = [row(), row(hops=4, kl_mean=0.1), row(distance=64, kl_mean=0.02, relative_error=0.05)]
+    rows = [row(), row(hops=4, kl_mean=0.1), row(distance=64, kl_mean=0.02, worst_layer=0.05)]
 
     found = verdict(rows, BUDGET, EXACT)
 
@@ -38,7 +38,7 @@ def test_within_the_budget() -> None:
     assert found["budget"] == {"kl_nats": 0.1, "relative_error": 0.05}
     assert found["control"] == {"exact": True, "largest_kl": 0.0, "sound": True}
     assert "int8 is within the budget: its mean KL is up to 0.1 nats (text, 1 token after 4 restores)" in found["text"]
-    assert "relative state error is 0.05" in found["text"]
+    assert "relative error of its worst layer is 0.05" in found["text"]
 
 
 @pytest.mark.parametrize("kl", [0.1001, math.nan, math.inf])
@@ -63,11 +63,11 @@ def test_a_mean_kl_over_the_ceiling(kl: float) -> None:
 
 def test_the_relative_error_of_one_compression_counts() -> None:
     """The budget is on a compression: errors that add up over hops are not held against it."""
-    rows = [row(relative_error=0.06), row(distance=16, relative_error=0.06), row(hops=4, relative_error=0.2)]
+    rows = [row(worst_layer=0.06), row(distance=16, worst_layer=0.06), row(hops=4, worst_layer=0.2)]
 
     found = verdict(rows, BUDGET, EXACT)
 
-    assert [(over["figure"], over["value"]) for over in found["over"]] == [("relative_error", 0.06)]
+    assert [(over["figure"], over["value"]) for over in found["over"]] == [("worst_layer", 0.06)]
     assert "int8 is OVER the budget" in found["text"]
 
 

@@ -69,6 +69,18 @@ def test_native_slots_fit_the_same_budget() -> None:
     assert figures.native_bytes == figures.checkpoint_bytes == SMALL.native_bytes
 
 
+def test_a_choice_by_layer_is_planned() -> None:
+    """The bytes of each layer in its format, under the canonical name; a layer that is not there is refused."""
+    native, stored = (plan("small", SMALL, codec=codec, memory_bytes=2**20).checkpoint_bytes for codec in ("none", "int8"))
+
+    mixed = plan("small", SMALL, codec="none, 0=int8", memory_bytes=2**20)
+
+    assert (mixed.codec, 2 * mixed.checkpoint_bytes) == ("int8,1=none", native + stored)
+    assert mixed.checkpoint_slots == 2**20 // mixed.checkpoint_bytes - 1
+    with pytest.raises(PlanError, match="a codec names layer 2, but the recurrent layers are 0 … 1"):
+        plan("small", SMALL, codec="int8,2=none", memory_bytes=2**20)
+
+
 def test_a_budget_for_no_slot_says_what_one_needs() -> None:
     """Less memory than one slot and its padding row is refused with the bytes that would do."""
     needed = 2 * CheckpointPool.bytes_per_slot_for(SMALL, "int8")

@@ -10,6 +10,7 @@ from engine_side import CODECS, SPEC, content, fill, make_cache
 from mamba_checkpoint_cache import ActivePool, CheckpointPool, HandleError, SideSpec, StateSpec
 from mamba_checkpoint_cache.arena import Arena
 from mamba_checkpoint_cache.codec.report import Report
+from mamba_checkpoint_cache.pools import MOST_TENSORS
 
 
 def test_pools_start_defined():
@@ -120,8 +121,8 @@ def test_side_state_travels_exactly_and_in_its_own_dtype(codec, dtype):
         assert torch.equal(tensor[:, target.index], tensor[:, source.index])
 
 
-def test_the_verdict_is_the_frobenius_error_of_the_state_and_of_its_worst_head():
-    """From the energies per layer and head; a state of zeros has no error."""
+def test_the_verdict_is_the_frobenius_error_of_the_state_of_its_worst_head_and_of_each_layer():
+    """From the energies per layer and head; a state of zeros has no error, and an error in zeros is infinitely large."""
     energies = torch.zeros(1, 2, 2, 3, dtype=torch.float64)
     energies[0, 0, 1] = torch.tensor([4.0, 0.01, 0])
     energies[0, 1, 0] = torch.tensor([96.0, 0.0, 0])
@@ -131,9 +132,12 @@ def test_the_verdict_is_the_frobenius_error_of_the_state_and_of_its_worst_head()
     assert verdict.finite
     assert verdict.relative_error == pytest.approx(math.sqrt(0.01 / 100))
     assert verdict.worst_head == pytest.approx(math.sqrt(0.01 / 4))
+    assert verdict.layer_errors == pytest.approx((math.sqrt(0.01 / 4), 0.0))
     assert Report(torch.zeros(1, 2, 2, 3, dtype=torch.float64)).verdict().relative_error == 0
     energies[0, 1, 1, 2] = 1
     assert not Report(energies).verdict().finite
+    energies[0, 1, :, 0], energies[0, 1, 1, 1] = 0.0, 1.0
+    assert Report(energies).verdict().layer_errors[1] == math.inf
 
 
 def test_the_snapshot_says_what_is_saved():
@@ -172,7 +176,7 @@ def span(tensor: torch.Tensor) -> range:
 
 @pytest.mark.parametrize("spec", [SPEC, RAGGED])
 def test_the_tensors_of_a_pool_share_one_aligned_block(spec):
-    """One allocation, in which they lie apart and aligned; it has a few hundred bytes more than they take."""
+    """One allocation, in which they lie apart and aligned; it has a few kilobytes more than they take."""
     pool = CheckpointPool(spec, 5, codec=CODECS["int8"]())
     tensors = tensors_of(pool)
 
@@ -180,7 +184,7 @@ def test_the_tensors_of_a_pool_share_one_aligned_block(spec):
     assert all(before.stop <= after.start for before, after in itertools.pairwise(spans))
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     assert all((tensor.data_ptr() - spans[0].start) % 128 == 0 and tensor.is_contiguous() for tensor in tensors)
-    assert tensors[0].untyped_storage().nbytes() - 6 * pool.bytes_per_slot <= 128 * len(tensors)
+    assert tensors[0].untyped_storage().nbytes() - 6 * pool.bytes_per_slot == 128 * MOST_TENSORS == 8192
 
 
 @pytest.mark.parametrize("spec", [SPEC, RAGGED])

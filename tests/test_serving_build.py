@@ -39,6 +39,27 @@ def test_options_become_sizes() -> None:
     assert_clean(engine)
 
 
+def test_a_codec_by_layer_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs is named as written shortest; a layer that the model has not is refused in one line."""
+    model = real_model(3)
+    monkeypatch.setattr(build, "prepare_model", lambda _: model)
+    registry = CollectorRegistry()
+
+    engine = build.build_engine(ServeOptions(codec="none,0=int8,2=int8", checkpoint_memory_bytes=2**20), registry)
+
+    pool = engine.cache.checkpoints
+    assert build.sizes(engine)["codec"] == pool.codec.name == "int8,1=none"
+    assert pool.slots.capacity == 2**20 // pool.bytes_per_slot - 1
+    (info,) = (s.labels for family in registry.collect() for s in family.samples if s.name == "mamba_checkpoint_info")
+    assert (info["codec"], info["fingerprint"]) == ("int8,1=none", f"{model.spec.fingerprint}-int8,1=none")
+    assert registry.get_sample_value("mamba_checkpoint_layers", {"cache": "default", "codec": "int8"}) == 2
+    first, again = (engine.generate([[*range(150), 1]], greedy(4))[0] for _ in range(2))
+    assert (first.cached_tokens, again.cached_tokens) == (0, 128)
+    assert_clean(engine)
+    with pytest.raises(OptionError, match=r"a codec names layer 3, but the recurrent layers are 0 … 2"):
+        build.build_engine(ServeOptions(codec="int8,3=none"), CollectorRegistry())
+
+
 def test_memory_becomes_slots() -> None:
     """``checkpoint_memory_bytes`` gives the most slots whose pool fits, padding row included."""
     per_slot = build.build_engine(ServeOptions(), CollectorRegistry()).cache.checkpoints.bytes_per_slot

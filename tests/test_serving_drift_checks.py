@@ -416,8 +416,8 @@ def state_wiped(cache, slot) -> None:
 class WrongAxis(Int8Codec):
     """Scales its states back along the other axis."""
 
-    def _decode(self, row, dtype):
-        return (row["q"].float() * row["scale"].float().transpose(-1, -2)).to(dtype)
+    def _decode(self, row, like):
+        return (row["q"].float() * row["scale"].float().transpose(-1, -2)).to(like.dtype)
 
 
 FAULTS = [one_token_early, of_another_request, conv_window_of_another_request, heads_swapped, state_wiped]

@@ -12,6 +12,7 @@ from serving_side import real_model
 from torch import Tensor
 
 from mamba_checkpoint_cache import Telemetry
+from mamba_checkpoint_cache.codec.layered import LayeredCodec
 from mamba_checkpoint_cache.codec.reference import Int8Codec, measure
 from mamba_checkpoint_cache.drift.budget import DriftBudget
 from mamba_checkpoint_cache.drift.guard import DriftGuard
@@ -27,6 +28,8 @@ KL_CEILING = 3e-4
 class FailingCodec(Int8Codec):
     """int8, until ``worn`` cuts its levels to three bits."""
 
+    name = "failing"
+
     def __init__(self) -> None:
         self.worn = False
 
@@ -34,23 +37,30 @@ class FailingCodec(Int8Codec):
         report = super()._encode(state, row)
         if self.worn:
             row["q"].copy_((row["q"].float() / 36.0).round().clamp(-3, 3) * 36.0)
-            report = measure(state, self._decode(row, state.dtype))
+            report = measure(state, self._decode(row, state))
         return report
 
 
 class Deployment:
-    """A reference engine with a guard that checks every hit, and a codec that can be made bad."""
+    """A reference engine with a guard that checks every hit, and a codec that can be made bad, in its last layer or in all."""
 
-    def __init__(self, action: str, relative_error: float) -> None:
+    def __init__(self, action: str, relative_error: float, *, layers: int = 1, last_only: bool = False) -> None:
         budget = DriftBudget(relative_error, KL_CEILING, window=WINDOW, checks=CHECKS, recover_after=RECOVER_AFTER)
         self.guard = DriftGuard(budget, action)
         self.codec = FailingCodec()
         self.telemetry = Telemetry()
         config = EngineConfig(
-            codec=self.codec, chunk=16, max_context=300, kv_slots=1200, drift_rate=1.0, drift_checks_per_minute=10**6
+            codec=LayeredCodec([*[Int8Codec()] * (layers - 1), self.codec]) if last_only else self.codec,
+            chunk=16,
+            max_context=300,
+            kv_slots=1200,
+            drift_rate=1.0,
+            drift_checks_per_minute=10**6,
         )
-        self.engine = Engine(real_model(), ByteTokens(), config, self.telemetry, guard=self.guard)
-        self.plain = Engine(real_model(), ByteTokens(), EngineConfig(chunk=16, max_context=300, kv_slots=1200, caching=False))
+        self.engine = Engine(real_model(layers), ByteTokens(), config, self.telemetry, guard=self.guard)
+        self.plain = Engine(
+            real_model(layers), ByteTokens(), EngineConfig(chunk=16, max_context=300, kv_slots=1200, caching=False)
+        )
         self.results: list = []
         record = self.engine.cache.record_check
         self.engine.cache.record_check = lambda result: self.results.append(result) or record(result)
@@ -134,6 +144,32 @@ def test_a_codec_that_turns_bad_is_taken_out_and_put_back(action: str, mode: str
     assert (site.count("guard_changes_total", to=mode), site.count("guard_changes_total", to="normal")) == (1, 1)
     assert site.count("drift_checks_total", outcome="failed") == 0
     assert site.count("guard_mode", mode="normal") == 1
+    assert_clean(site.engine)
+
+
+def test_a_codec_that_turns_bad_in_one_layer_keeps_the_others() -> None:
+    """The guard moves that layer only; reuse goes on with a drift under the ceiling, and the codec comes back in all layers."""
+    site = Deployment("native", 0.05, layers=3, last_only=True)
+    site.serve(12)
+    pool, slots = site.engine.cache.checkpoints, site.count("slot_capacity", pool="checkpoint")
+    assert site.guard.mode == "normal"
+
+    site.codec.worn = True
+    site.serve_until("native", at_most=3 * CHECKS)
+    site.drifts()
+    site.serve(12)
+
+    assert (site.guard.native, pool.codec.name) == ({2}, "int8,2=none")
+    assert 0.5 * slots < site.count("slot_capacity", pool="checkpoint") < slots
+    assert [site.count("layers", codec=codec) for codec in ("int8", "none")] == [2, 1]
+    assert 0 < max(site.drifts()) < KL_CEILING
+    assert site.last.cached_tokens >= 64
+
+    site.codec.worn = False
+    site.serve_until("normal", at_most=RECOVER_AFTER)
+    site.serve(4)
+    assert (pool.codec.name, site.count("slot_capacity", pool="checkpoint")) == ("int8,2=failing", slots)
+    assert site.count("drift_checks_total", outcome="failed") == 0
     assert_clean(site.engine)
 
 

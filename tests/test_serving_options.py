@@ -47,8 +47,10 @@ def test_refuses_ports_that_do_not_exist(port: int) -> None:
 
 def test_refuses_an_unknown_codec() -> None:
     """A codec that doesn't exist is answered with those that do."""
-    with pytest.raises(OptionError, match="unknown codec 'int4', expected one of none, int8"):
-        ServeOptions(codec="int4")
+    with pytest.raises(OptionError, match="unknown codec 'int3', expected one of none"):
+        ServeOptions(codec="int3")
+    with pytest.raises(OptionError, match="'int8,1=none,0-1=none' names layer 1 twice"):
+        ServeOptions(codec="int8,1=none,0-1=none")
 
 
 @pytest.mark.parametrize(("name", "whole"), [("drift_rate", "hits"), ("otlp_ratio", "traces")])

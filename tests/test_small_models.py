@@ -147,6 +147,19 @@ def test_recall_prompts_are_well_formed() -> None:
         recall_prompts(1, pairs=53)
 
 
+def test_recall_may_ask_in_rounds() -> None:
+    """Each round asks for every key once, in an order of its own; the first is what a single round asks."""
+    (prompt,) = recall_prompts(1, rounds=4)
+    (single,) = recall_prompts(1)
+
+    rounds = [prompt.queries[i : i + DEFAULT_PAIRS] for i in range(0, len(prompt.queries), DEFAULT_PAIRS)]
+    assert (prompt.prefix, rounds[0]) == (single.prefix, single.queries)
+    assert len(set(rounds)) == len(rounds) == 4
+    assert {frozenset(queries) for queries in rounds} == {frozenset(single.queries)}
+    with pytest.raises(ValueError, match="at least one round of questions, got 0"):
+        recall_prompts(1, rounds=0)
+
+
 def test_the_held_out_text_was_not_trained_on() -> None:
     """No line of it worth the name stands in the training text in the same surroundings."""
     seen = training_text()

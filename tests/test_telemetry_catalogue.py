@@ -15,6 +15,7 @@ GOLDEN = [
     ("mamba_checkpoint_slots", "gauge", {"pool": POOLS, "state": ("free", "reserved", "evictable", "locked")}),
     ("mamba_checkpoint_slot_capacity", "gauge", {"pool": POOLS}),
     ("mamba_checkpoint_bytes", "gauge", {"pool": POOLS, "kind": ("reserved", "occupied", "native_equivalent")}),
+    ("mamba_checkpoint_layers", "gauge", {"codec": ()}),
     (
         "mamba_checkpoint_slot_allocations_total",
         "counter",

@@ -17,6 +17,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.parser import text_string_to_metric_families
 
 from mamba_checkpoint_cache import DriftBudget, DriftGuard, Telemetry, cli
+from mamba_checkpoint_cache.codec import CODEC_NAMES
 from mamba_checkpoint_cache.serving import server
 from mamba_checkpoint_cache.serving.options import ServeOptions
 from mamba_checkpoint_cache.telemetry.catalogue import METRICS, VERSION
@@ -68,7 +69,7 @@ def test_the_exposition_says_nothing_about_anybody(registry: CollectorRegistry, 
     """Label values are the catalogue's or the configuration's; no path, id, prompt, hash or exception text anywhere."""
     allowed: dict[str, set[str]] = {
         "cache": {"served"},
-        "codec": {"int8", "none"},
+        "codec": set(CODEC_NAMES),
         "state_dtype": {"float32"},
         "version": {VERSION},
     }

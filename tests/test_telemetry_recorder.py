@@ -66,7 +66,7 @@ CALLS: dict[str, tuple[Callable[[Telemetry], object], Changes]] = {
         },
     ),
     "no check": (lambda t: t.checked("skipped"), {"drift_checks_total skipped": 1}),
-    "guard": (lambda t: t.guard_changed("native", cause="checks", commits=7), {"guard_changes_total native": 1}),
+    "guard": (lambda t: t.guard_changed("native", cause="checks", commits=7, codec="none"), {"guard_changes_total native": 1}),
     "evicted": (
         lambda t: t.evicted("path_cap", True, None),
         {"evictions_total checkpoint path_cap yes": 1},
@@ -247,7 +247,7 @@ def test_a_metric_that_raises_is_contained_and_counted(telemetry: Telemetry, mon
         ("checked", {"outcome": "ok", "kl_nats": [-0.5]}),
         ("checked", {"outcome": "ok", "kl_nats": "x"}),
         ("checked", {"outcome": "ok", "agreed": None}),
-        ("guard_changed", {"to": "asleep", "cause": "checks", "commits": 1}),
+        ("guard_changed", {"to": "asleep", "cause": "checks", "commits": 1, "codec": "none"}),
         ("evicted", {"reason": "bored", "reused": True, "birth": None}),
         ("evicted", {"reason": "forced", "reused": torch.ones(3), "birth": None}),
     ],
@@ -349,8 +349,8 @@ def test_a_check_that_failed_says_why_once_a_minute(telemetry: Telemetry) -> Non
 def test_a_change_of_the_guard_is_logged_both_ways(telemetry: Telemetry) -> None:
     """Whoever is told that it degraded is told that it recovered, at the same level, with the mode and why."""
     with capture_logs() as lines:
-        telemetry.guard_changed("stopped", cause="compressions", commits=99)
-        telemetry.guard_changed("normal", cause="trials", commits=256)
+        telemetry.guard_changed("stopped", cause="compressions", commits=99, codec="int8")
+        telemetry.guard_changed("normal", cause="trials", commits=256, codec="int8")
 
     assert lines == [
         {
@@ -360,6 +360,7 @@ def test_a_change_of_the_guard_is_logged_both_ways(telemetry: Telemetry) -> None
             "mode": "stopped",
             "cause": "compressions",
             "commits": 99,
+            "codec": "int8",
         },
         {
             "event": "mamba_checkpoint.guard_recovered",
@@ -368,6 +369,7 @@ def test_a_change_of_the_guard_is_logged_both_ways(telemetry: Telemetry) -> None
             "mode": "normal",
             "cause": "trials",
             "commits": 256,
+            "codec": "int8",
         },
     ]
 
@@ -379,9 +381,9 @@ def test_a_change_of_the_guard_is_an_event_on_the_current_span() -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = Telemetry(tracer_provider=provider)
     with telemetry.operation("commit"), telemetry.operation("compress"):
-        telemetry.guard_changed("native", cause="compressions", commits=5)
+        telemetry.guard_changed("native", cause="compressions", commits=5, codec="int8,1=none")
     with provider.get_tracer("engine").start_as_current_span("step"):
-        telemetry.guard_changed("normal", cause="trials", commits=6)
+        telemetry.guard_changed("normal", cause="trials", commits=6, codec="int8")
 
     events = {
         span.name: [(event.name, dict(event.attributes or {})) for event in span.events] for span in exporter.get_finished_spans()
@@ -396,6 +398,7 @@ def test_a_change_of_the_guard_is_an_event_on_the_current_span() -> None:
                     "mamba_checkpoint.mode": "native",
                     "mamba_checkpoint.cause": "compressions",
                     "mamba_checkpoint.commits": 5,
+                    "mamba_checkpoint.codec": "int8,1=none",
                 },
             )
         ],
@@ -407,6 +410,7 @@ def test_a_change_of_the_guard_is_an_event_on_the_current_span() -> None:
                     "mamba_checkpoint.mode": "normal",
                     "mamba_checkpoint.cause": "trials",
                     "mamba_checkpoint.commits": 6,
+                    "mamba_checkpoint.codec": "int8",
                 },
             )
         ],

@@ -7,7 +7,8 @@ import torch
 from prometheus_client import generate_latest
 from test_stateful import Exact, GuardedMachine, Machine, try_many
 
-from mamba_checkpoint_cache import ActivePool, CheckpointPool, PrefixCache
+from mamba_checkpoint_cache import ActivePool, CheckpointPool, PrefixCache, StateSpec, Telemetry
+from mamba_checkpoint_cache.codec import CODEC_NAMES
 from mamba_checkpoint_cache.serving.scrape import Scrape
 from mamba_checkpoint_cache.slots import SlotState
 
@@ -88,3 +89,18 @@ def test_after_any_calls_what_is_scraped_is_what_is_there(machine: type[Machine]
 def test_after_many_calls_what_is_scraped_is_what_is_there(machine: type[Machine]) -> None:
     """The same, longer and more of it."""
     try_many(machine, 250, 60)
+
+
+def test_layers_are_counted_by_format_from_the_first_scrape() -> None:
+    """Every format there is, at 0 if no layer has it; and as the pool is laid out now."""
+    telemetry, spec = Telemetry(), StateSpec(5, 1, 2, 2)
+    pool = CheckpointPool(spec, 3, codec="int8,1=none")
+    cache = PrefixCache(active=ActivePool(spec, 1), checkpoints=pool, telemetry=telemetry)
+
+    first = Scrape(generate_latest(telemetry.registry).decode()).by("layers", "codec")
+    pool.relayout("int8,0-2=none")
+    second = Scrape(generate_latest(telemetry.registry).decode()).by("layers", "codec")
+
+    assert first == dict.fromkeys(CODEC_NAMES, 0) | {"int8": 4, "none": 1}
+    assert second == dict.fromkeys(CODEC_NAMES, 0) | {"int8": 2, "none": 3}
+    cache.close()

@@ -6,7 +6,8 @@ import argparse
 import math
 from pathlib import Path
 
-from mamba_checkpoint_cache.codec import CODEC_NAMES
+from mamba_checkpoint_cache.codec import CODEC_NAMES, check_codec
+from mamba_checkpoint_cache.codec.layered import split_choices
 from mamba_checkpoint_cache.evaluation.options import EvalOptions
 from mamba_checkpoint_cache.plan import DTYPES, parse_bytes
 from mamba_checkpoint_cache.serving.options import GUARDS, ServeOptions
@@ -17,9 +18,7 @@ def add_serving(command: argparse.ArgumentParser) -> None:
     """Options of a server that the demo has too."""
     defaults = ServeOptions()
     _add_model(command, defaults.model)
-    command.add_argument(
-        "--codec", choices=CODEC_NAMES, default=defaults.codec, help="how checkpoints are stored (default: %(default)s)"
-    )
+    _add_codec(command, defaults.codec)
     size = command.add_mutually_exclusive_group()
     size.add_argument("--checkpoint-slots", metavar="N", type=int, help="slots of the checkpoint pool")
     size.add_argument(
@@ -36,6 +35,17 @@ def add_serving(command: argparse.ArgumentParser) -> None:
     }.items():
         _add_number(command, name, int, defaults, text)
     command.add_argument("--threads", metavar="N", type=int, help="torch threads (default: torch's own choice)")
+
+
+def _add_codec(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--codec",
+        metavar="CODEC",
+        type=_codec,
+        default=default,
+        help=f"how checkpoints are stored: {', '.join(CODEC_NAMES)}; or by layer, as int8,0=none,3-5=none, where layers are "
+        "counted from 0 among the recurrent ones (default: %(default)s)",
+    )
 
 
 def _add_model(command: argparse.ArgumentParser, default: str) -> None:
@@ -58,7 +68,7 @@ def add_drift(command: argparse.ArgumentParser) -> None:
     for name, kind, text in (
         ("drift_rate", float, "share of the hits that is compared with a recomputation"),
         ("drift_checks_per_minute", int, "most comparisons in a minute"),
-        ("max_relative_error", float, "ceiling on the error of a compression, relative to the state"),
+        ("max_relative_error", float, "ceiling on the error of a compression in each layer, relative to its state"),
         ("max_kl", float, "ceiling on the mean KL divergence of a comparison, in nats"),
     ):
         _add_number(command, name, kind, defaults, text)
@@ -105,11 +115,12 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     _add_model(command, defaults.model)
     command.add_argument(
         "--codec",
-        metavar="NAMES",
+        metavar="CODECS",
         dest="codecs",
-        type=lambda names: tuple(names.split(",")),
+        type=split_choices,
         default=defaults.codecs,
-        help=f"codecs to measure, with commas between (default: {','.join(CODEC_NAMES)})",
+        help="codecs to measure, with commas between; LAYER=FORMAT and FIRST-LAST=FORMAT belong to the codec before them, where "
+        f"layers are counted from 0 among the recurrent ones (default: {','.join(defaults.codecs)})",
     )
     command.add_argument(
         "--prompts",
@@ -134,9 +145,22 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         type=float,
         default=defaults.budget.relative_error,
-        help="budget: relative error of a restored state (default: %(default)s)",
+        help="budget: relative error of a restored state, in each layer (default: %(default)s)",
+    )
+    command.add_argument(
+        "--per-layer",
+        metavar="FORMAT",
+        choices=CODEC_NAMES,
+        nargs="?",
+        const="none",
+        help="also measure each recurrent layer for itself, and suggest which to keep in FORMAT (default: %(const)s)",
     )
     command.add_argument("--html", metavar="FILE", type=_html_target, help="write a page with pictures to FILE")
+
+
+def add_bench_drift(command: argparse.ArgumentParser) -> None:
+    """Options of ``bench drift``."""
+    _add_number(command, "prompt_count", int, EvalOptions(), "prompts of each task, for each model")
 
 
 def add_plan(command: argparse.ArgumentParser) -> None:
@@ -147,9 +171,13 @@ def add_plan(command: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--config", metavar="FILE", type=Path, help="a model's config.json")
     command.add_argument(
-        "--memory", metavar="SIZE", type=_size, required=True, help="bytes for checkpoints, as 8GiB, 512MiB or 8GB"
+        "--memory",
+        metavar="SIZE",
+        type=_size,
+        required=True,
+        help="bytes for checkpoints, as 8GiB, 512MiB or 8GB; a drift guard takes one state more",
     )
-    command.add_argument("--codec", choices=CODEC_NAMES, default="int8", help="how checkpoints are stored (default: %(default)s)")
+    _add_codec(command, ServeOptions().codec)
     for name, default in (("state", "fp32"), ("conv", "bf16")):
         command.add_argument(
             f"--{name}-dtype",
@@ -175,6 +203,14 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _codec(text: str) -> str:
+    try:
+        check_codec(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _at_least_zero(text: str) -> float:

@@ -306,7 +306,8 @@ class PrefixCache:
             "state_dtype": str(self.active.spec.dtype).removeprefix("torch."),
             "fingerprint": self.checkpoints.fingerprint,
         }
-        return PoolsSnapshot((self.active.snapshot(), self.checkpoints.snapshot()), info, self._degradation.mode)
+        pools = (self.active.snapshot(), self.checkpoints.snapshot())
+        return PoolsSnapshot(pools, info, self._degradation.mode, self.checkpoints.layers)
 
     def _require_fingerprint(self, checkpoint: Checkpoint) -> None:
         if checkpoint.fingerprint != self.checkpoints.fingerprint:

@@ -17,6 +17,7 @@ import structlog
 from mamba_checkpoint_cache import tables
 from mamba_checkpoint_cache.arguments import (
     add_address,
+    add_bench_drift,
     add_drift,
     add_eval,
     add_load,
@@ -125,6 +126,10 @@ def _bench(args: argparse.Namespace) -> Result:
     return _implementation(f"bench.{args.bench}", "run")
 
 
+def _bench_drift(args: argparse.Namespace) -> Result:
+    return _implementation("bench.drift", "run", prompt_count=args.prompt_count)
+
+
 def _bench_reuse(args: argparse.Namespace) -> Result:
     return _implementation("bench.reuse", "run", trace=args.trace)
 
@@ -161,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure the codec, the tree, or how many prefixes a pool keeps reusable")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     _add_command(benches, "codec", _bench, tables.rows_table, "compress and restore against the eager formula and a copy")
+    add_bench_drift(
+        _add_command(benches, "drift", _bench_drift, tables.drift_table, "how far each format drifts, on the models that ship")
+    )
     _add_command(benches, "sampling", _bench, tables.sampling_table, "what the sampled drift checks cost a busy server")
     _add_command(benches, "telemetry", _bench, tables.telemetry_table, "what metrics and spans cost, and a scrape")
     _add_command(benches, "tree", _bench, tables.rows_table, "match and insert at 1k, 10k and 100k cached prompts")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import torch
 
-from mamba_checkpoint_cache.codec import get_codec
+from mamba_checkpoint_cache.codec import Codec, get_codec
+from mamba_checkpoint_cache.codec.layered import codecs_by_layer, layered
 from mamba_checkpoint_cache.codec.report import Report, Verdict
 from mamba_checkpoint_cache.drift.budget import DriftBudget
 from mamba_checkpoint_cache.drift.guard import DriftGuard, GuardChange
@@ -20,12 +21,14 @@ from mamba_checkpoint_cache.telemetry.recorder import NullTelemetry, Telemetry
 
 
 class Degradation:
-    """Tells the guard what happens, and follows it: with each change of its mode the cache starts over.
+    """Tells the guard what happens, and follows it: with each change of mode, or of what is kept native, the cache starts over.
 
-    The guard may change its mode in the middle of a call. The cache follows before the next match or commit, or after a flush,
-    so that no call sees two layouts of the pool. Starting over empties the tree; the pool is laid out anew once every slot is
+    The guard may change in the middle of a call. The cache follows before the next match or commit, or after a flush, so that no
+    call sees two layouts of the pool. Starting over empties the tree; the pool is laid out anew once every slot is
     free, which is at once unless a lease has yet to restore its checkpoint. Until then nothing is stored. ``epoch`` counts the
     changes: what builds on a state or on KV of an earlier epoch may be suspect, and is not stored.
+
+    ``agree`` is asked once whether a compression is within budget, and once for each layer that is still compressed if it is not.
 
     With a guard it takes the memory of one compressed state beside the pool's, for trials.
     """
@@ -43,13 +46,16 @@ class Degradation:
         self._telemetry = telemetry
         self._agree = agree or bool
         self._codec = pool.codec
-        self._followed: GuardMode = "normal"
+        self._followed: tuple[GuardMode, frozenset[int]] = ("normal", frozenset())
         self._laid_out = True
         self._trials: list[Report | None] = []
         if guard is not None:
             self._native = get_codec("none", pool.device)
+            self._by_layer = codecs_by_layer(pool.codec, pool.spec.num_layers)
             self._row = pool.codec.allocate(pool.spec, 1, pool.device)
-            if not pool.codec.lossy or pool.slots_in_place(self._native) < 1:
+            lossy = [layer for layer, codec in enumerate(self._by_layer) if codec.lossy]
+            guard.layers = frozenset(lossy or range(pool.spec.num_layers))
+            if not lossy or pool.slots_in_place(self._native) < 1:
                 guard.action = "stop"
 
     @property
@@ -59,28 +65,44 @@ class Degradation:
 
     def refuses(self, epoch: int) -> bool:
         """Whether nothing is to be stored now of a request that was matched in ``epoch``."""
-        return epoch != self.epoch or not self._laid_out or self._followed == "stopped"
+        return epoch != self.epoch or not self._laid_out or self._followed[0] == "stopped"
 
     def follow(self, lifecycle: CheckpointLifecycle) -> None:
         """Do what the guard's mode asks for, as far as that is possible by now."""
-        if self._guard is None or (self._laid_out and self._guard.mode == self._followed):
+        if self._guard is None or (self._laid_out and self._follows(self._guard)):
             return
-        if self._guard.mode != self._followed:
+        if not self._follows(self._guard):
             lifecycle.start_over()
-            self._followed = self._guard.mode
+            self._followed = (self._guard.mode, self._guard.native)
             self._laid_out = False
             self.epoch += 1
         if self._pool.slots.counts.free == self._pool.slots.capacity:
-            codec = self._native if self._followed == "native" else self._codec
-            if codec is not self._pool.codec:
+            codec = self._codec_with(self._guard.native)
+            if codec.name != self._pool.codec.name:
                 self._pool.relayout(codec)
             self._laid_out = True
 
+    def _follows(self, guard: DriftGuard) -> bool:
+        return self._followed == (guard.mode, guard.native)
+
+    def _codec_with(self, native: Collection[int]) -> Codec:
+        """The codec that was configured, but for the layers in ``native``."""
+        return layered([self._native if layer in native else codec for layer, codec in enumerate(self._by_layer)])
+
     def compressed(self, verdict: Verdict, finite: bool) -> None:
         """The report of one compression was read; ``finite`` is what all ranks agreed on."""
-        if self._guard is not None and self._guard.mode == self._followed == "normal":
-            within = finite and self._agree(self._guard.budget.holds_error(verdict.relative_error))
-            self._tell(self._guard.compression(within))
+        if self._guard is not None and self._guard.compressed and self._follows(self._guard):
+            self._tell(self._guard.compression(self._over(verdict, finite, self._guard)))
+
+    def _over(self, verdict: Verdict, finite: bool, guard: DriftGuard) -> Collection[int]:
+        """The layers that are over budget on any rank; all of them if the state is not finite, which is no codec's merit."""
+        if not finite:
+            return guard.compressed
+        layers = sorted(guard.compressed)
+        within = {layer: guard.budget.holds_error(verdict.layer_errors[layer]) for layer in layers}
+        if self._agree(all(within.values())):
+            return ()
+        return [layer for layer in layers if not self._agree(within[layer])]
 
     def checked(self, result: LogitComparison | Literal["failed", "skipped"]) -> None:
         """A sampled logit check ended."""
@@ -119,10 +141,11 @@ class Degradation:
     def _holds(self, verdict: Verdict) -> bool:
         if verdict.finite and self._guard is not None:
             self._telemetry.report(verdict.relative_error, verdict.worst_head)
-            return self._guard.budget.holds_error(verdict.relative_error)
+            return all(map(self._guard.budget.holds_error, verdict.layer_errors))
         return False
 
     def _tell(self, change: GuardChange | None) -> None:
-        if change is not None:
+        if change is not None and self._guard is not None:
             self._trials.clear()
-            self._telemetry.guard_changed(change.to, cause=change.cause, commits=change.commits)
+            codec = self._codec_with(self._guard.native).name
+            self._telemetry.guard_changed(change.to, cause=change.cause, commits=change.commits, codec=codec)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mamba_checkpoint_cache.codec import get_codec
 from mamba_checkpoint_cache.known_models import KNOWN_MODELS
 from mamba_checkpoint_cache.pools import CheckpointPool
 from mamba_checkpoint_cache.state import StateSpec
@@ -34,7 +35,7 @@ _UNITS = {
 
 
 class PlanError(ValueError):
-    """A budget that holds no checkpoint, or a model that can't be found; the message says what would do."""
+    """A budget that holds no checkpoint, a model that can't be found, a codec that does not fit; the message says what would."""
 
 
 def parse_bytes(text: str) -> int:
@@ -47,7 +48,10 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes of one slot and slots of one pool, conv windows counted and the pool's padding row paid for."""
+    """Bytes of one slot and slots of one pool, conv windows counted and the pool's padding row paid for.
+
+    A cache with a drift guard takes one compressed state more, beside the pool: it is not counted here.
+    """
 
     model: str
     spec: StateSpec
@@ -80,8 +84,12 @@ def plan(model: str, spec: StateSpec, *, codec: str, memory_bytes: int) -> Plan:
     """The most slots whose pool fits ``memory_bytes``, native and with ``codec``.
 
     Raises:
-        PlanError: if not even one compressed slot fits beside the padding row.
+        PlanError: if there is no such codec for ``spec``, or not even one compressed slot fits beside the padding row.
     """
+    try:
+        codec = get_codec(codec, torch.device("cpu"), spec.num_layers).name
+    except ValueError as error:
+        raise PlanError(str(error)) from error
     checkpoint_bytes = CheckpointPool.bytes_per_slot_for(spec, codec)
     native_bytes = CheckpointPool.bytes_per_slot_for(spec, "none")
     checkpoint_slots = CheckpointPool.slots_for(spec, codec, memory_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,14 +10,18 @@ import torch
 from torch import Tensor
 
 from mamba_checkpoint_cache.arena import Arena
-from mamba_checkpoint_cache.codec import get_codec
+from mamba_checkpoint_cache.codec import CODEC_NAMES, get_codec
 from mamba_checkpoint_cache.codec.base import Codec
+from mamba_checkpoint_cache.codec.layered import codecs_by_layer
 from mamba_checkpoint_cache.codec.report import Report
 from mamba_checkpoint_cache.errors import HandleError
 from mamba_checkpoint_cache.slots import ActiveSlot, CheckpointSlot, SlotAllocator, SlotState
 from mamba_checkpoint_cache.state import StateSpec
 from mamba_checkpoint_cache.telemetry.catalogue import AllocationOutcome, FreeReason
 from mamba_checkpoint_cache.telemetry.recorder import NULL, NullTelemetry, PoolSnapshot, Telemetry
+
+MOST_TENSORS = 64
+"""Tensors whose alignment a checkpoint pool has room for, whatever codec it is laid out for later. 8 KiB."""
 
 
 class ActivePool:
@@ -141,10 +146,11 @@ class CheckpointPool:
 
     Takes ``(slots + 1) * bytes_per_slot`` bytes on ``device``, all at construction; row 0 is padding. ``stored`` and ``side`` are
     views of that memory, which :meth:`relayout` replaces. ``fingerprint`` names spec and codec: bytes of pools with different
-    fingerprints must not be mixed.
+    fingerprints must not be mixed. ``layers`` counts the recurrent layers by the format that they are kept in; every format is
+    there. A codec is given as a name, see :func:`get_codec`, or as an object.
 
     Raises:
-        ValueError: if ``codec`` is unknown, or the device cannot hold the pool.
+        ValueError: if ``codec`` is unknown or does not fit ``spec``, or the device cannot hold the pool.
     """
 
     def __init__(self, spec: StateSpec, slots: int, *, codec: str | Codec = "int8", device: torch.device | str = "cpu") -> None:
@@ -152,11 +158,10 @@ class CheckpointPool:
         self.spec = spec
         self.device = device
         self.slots = SlotAllocator("checkpoint", slots, CheckpointSlot)
-        codec = get_codec(codec, device) if isinstance(codec, str) else codec
+        codec = _resolve(codec, spec, device)
         bytes_per_slot = self.bytes_per_slot_for(spec, codec)
         _require_memory("checkpoint", bytes_per_slot * (slots + 1), slots, bytes_per_slot, device)
-        num_tensors = len(codec.allocate(spec, 0, device)) + len(spec.side)
-        self._arena = Arena(bytes_per_slot * (slots + 1), num_tensors, device)
+        self._arena = Arena(bytes_per_slot * (slots + 1), MOST_TENSORS, device)
         self._lay_out(codec)
 
     def slots_in_place(self, codec: str | Codec) -> int:
@@ -170,9 +175,10 @@ class CheckpointPool:
 
         Raises:
             HandleError: if a slot is in use.
-            ValueError: if ``codec`` is unknown, or the memory does not hold even one slot of it beside the padding row.
+            ValueError: if ``codec`` is unknown or does not fit the spec, or the memory does not hold even one slot of it beside
+                the padding row.
         """
-        codec = get_codec(codec, self.device) if isinstance(codec, str) else codec
+        codec = _resolve(codec, self.spec, self.device)
         self.slots.resize(self.slots_in_place(codec))
         self._arena.wipe()
         self._lay_out(codec)
@@ -181,6 +187,8 @@ class CheckpointPool:
         self.codec = codec
         self.fingerprint = f"{self.spec.fingerprint}-{codec.name}"
         self.bytes_per_slot = self.bytes_per_slot_for(self.spec, codec)
+        formats = Counter(plain.name for plain in codecs_by_layer(codec, self.spec.num_layers))
+        self.layers: Mapping[str, int] = dict.fromkeys(CODEC_NAMES, 0) | formats
         stored, side = codec.allocate(self.spec, 0, self.device), side_tensors(self.spec, 0, self.device)
         tensors = self._arena.carve([*stored.values(), *side.values()], self.slots.capacity + 1)
         self.stored = dict(zip(stored, tensors, strict=False))
@@ -189,7 +197,7 @@ class CheckpointPool:
     @staticmethod
     def bytes_per_slot_for(spec: StateSpec, codec: str | Codec) -> int:
         """Bytes of one checkpoint: the codec's and the side state's."""
-        codec = get_codec(codec, torch.device("cpu")) if isinstance(codec, str) else codec
+        codec = _resolve(codec, spec, torch.device("cpu"))
         return codec.bytes_per_slot(spec) + spec.side_bytes
 
     @classmethod
@@ -217,6 +225,10 @@ class CheckpointPool:
         reserved = _bytes_of(*self.stored.values(), *self.side.values())
         native = occupied * self.spec.native_bytes
         return PoolSnapshot("checkpoint", sum(counts), tuple(counts), reserved, occupied * self.bytes_per_slot, native)
+
+
+def _resolve(codec: str | Codec, spec: StateSpec, device: torch.device) -> Codec:
+    return get_codec(codec, device, spec.num_layers) if isinstance(codec, str) else codec
 
 
 def side_tensors(spec: StateSpec, rows: int, device: torch.device) -> dict[str, Tensor]:

@@ -46,7 +46,8 @@ def demo_table(result: Result) -> str:
         ("latency", f"hit p50 {_number(latency['hit_p50'])} ms, miss p50 {_number(latency['miss_p50'])} ms"),
     ]
     equal = result["equal_memory"]
-    arms = [[codec, equal[codec]["slots"], f"{100 * equal[codec]['reuse_ratio']:.1f} %"] for codec in ("none", "int8")]
+    codecs = sorted((codec for codec in equal if codec != "pool_bytes"), key=lambda codec: equal[codec]["slots"])
+    arms = [[codec, equal[codec]["slots"], f"{100 * equal[codec]['reuse_ratio']:.1f} %"] for codec in codecs]
     header = [f"in {size(equal['pool_bytes'])} each", "slots", "tokens reused"]
     return f"{pairs(facts)}\n\n{columns(header, arms)}"
 
@@ -84,9 +85,17 @@ def eval_table(result: Result) -> str:
             result["capacity"],
             {"bytes per checkpoint": "bytes_per_checkpoint", "bits per element": "bits_per_element", native_slots: "slots"},
         ),
+        *(_layers(codec, found) for codec, found in result["per_layer"].items()),
         "\n".join(f"- {note}" for note in result["notes"]),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _layers(codec: str, found: Result) -> str:
+    keys = {"layer": "layer", "model_layer": "in the model", "kl_mean": "KL (nats)", "share": "share", "bytes": "bytes more"}
+    rows = ([row[key] for key in keys] for row in found["rows"])
+    title = f"{codec} in one layer, the others exact; bytes more to keep that layer {found['keep']}"
+    return f"{title}\n\n{columns(list(keys.values()), rows)}\n\n{found['suggestion']['text']}"
 
 
 def _by_codec(figures: Mapping[str, Result], keys: Mapping[str, str]) -> str:
@@ -96,6 +105,36 @@ def _by_codec(figures: Mapping[str, Result], keys: Mapping[str, str]) -> str:
 
 def _interval(value: Any) -> Any:
     return " … ".join(map(_number, value)) if isinstance(value, list) else value
+
+
+def drift_table(result: Result) -> str:
+    """The bits of each format, and what it drifts: for itself, and against the baseline with an interval."""
+    found: dict[tuple[str, str, str], list[Result]] = {}
+    for ratio in result["ratios"]:
+        found.setdefault((ratio["model"], ratio["task"], ratio["format"]), []).append(ratio)
+    spans = [f"{ratio['tokens']} tokens after {ratio['hops']}" for ratio in next(iter(found.values()))]
+    parts = [
+        pairs([("prompts", f"{result['prompt_count']} of each task"), ("took", f"{result['seconds']:.0f} s")]),
+        columns(
+            ["bits per element at 128 x 128", "fp32", "bf16"],
+            ([row["format"], row["bits_fp32_128"], row["bits_bf16_128"]] for row in result["formats"]),
+        ),
+        f"Mean KL {spans[0]} restore, and as a multiple of {result['baseline']}'s on the same prompts (95 % interval)",
+        columns(
+            ["model", "task", "format", "KL (nats)", *spans],
+            (
+                [*place, ratios[0]["kl_mean"], *map(_ratio, ratios)]
+                for place, ratios in found.items()
+                if any(ratio["kl_mean"] != 0 for ratio in ratios)
+            ),
+        ),
+    ]
+    return "\n\n".join(parts)
+
+
+def _ratio(ratio: Result) -> str:
+    interval = "" if ratio["ratio_ci"] is None else f" ({_interval(ratio['ratio_ci'])})"
+    return "-" if ratio["ratio"] is None else f"{_number(ratio['ratio'])}x{interval}"
 
 
 def reuse_table(result: Result) -> str:

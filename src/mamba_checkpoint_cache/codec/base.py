@@ -37,8 +37,8 @@ class Codec(Protocol):
         """Compress ``source[:, source_rows[i]]`` into ``stored[…][:, stored_rows[i]]``, in stream order.
 
         Returns the report ``[len(source_rows), num_layers, num_heads, 3]``, float64, on the device of ``source``: the sum of
-        squares of the finite elements, the sum of squared differences between them and what a restore will give, and the
-        number of elements that are NaN or infinite. It comes from the same pass over the data as the compression.
+        squares of the elements, the sum of squared differences between them and what a restore will give, and the number of
+        elements that are NaN or infinite, which count as 0 in those sums. It comes from the same pass as the compression.
         """
         ...
 

@@ -10,11 +10,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
 import structlog
 
+SOURCES = ("cpu_common.h", "cpu_int8.cpp", "cpu_panels.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = "-std=c++17 -O3 -shared -fPIC -fopenmp-simd -ffp-contract=off -fno-math-errno -fno-trapping-math"
 EXTRA_FLAGS = ("-march=native -mprefer-vector-width=512 -fopenmp", "-march=native -fopenmp", "-march=native", "")
@@ -36,10 +38,10 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def _load(compiler: str, cache: Path) -> ctypes.CDLL:
-    source = files(__package__).joinpath("cpu_kernels.cpp").read_bytes()
-    library = cache / f"cpu_kernels_{_fingerprint(source, compiler)}.so"
+    sources = {name: files(__package__).joinpath(name).read_bytes() for name in SOURCES}
+    library = cache / f"cpu_kernels_{_fingerprint(sources, compiler)}.so"
     if not library.exists():
-        _build(source, compiler, library)
+        _build(sources, compiler, library)
     return ctypes.CDLL(str(library))
 
 
@@ -61,8 +63,8 @@ def _cache_directory() -> Path:
     return directory
 
 
-def _fingerprint(source: bytes, compiler: str) -> str:
-    parts = (source, repr((FLAGS, EXTRA_FLAGS)).encode(), _output_of(compiler, "--version").encode(), _processor().encode())
+def _fingerprint(sources: Mapping[str, bytes], compiler: str) -> str:
+    parts = (repr(sources).encode(), repr((FLAGS, EXTRA_FLAGS)).encode(), _output_of(compiler, "--version").encode(), _processor().encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
@@ -74,15 +76,17 @@ def _processor() -> str:
     return "\n".join([platform.machine(), platform.processor(), *sorted(facts)])
 
 
-def _build(source: bytes, compiler: str, library: Path) -> None:
+def _build(sources: Mapping[str, bytes], compiler: str, library: Path) -> None:
     """Compile aside, then move the result into place in one step: other processes may be doing the same."""
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        code, result = Path(directory, "cpu_kernels.cpp"), Path(directory, library.name)
-        code.write_bytes(source)
+        result = Path(directory, library.name)
+        for name, source in sources.items():
+            Path(directory, name).write_bytes(source)
+        code = [str(Path(directory, name)) for name in sources if name.endswith(".cpp")]
         failures = []
         for extra in EXTRA_FLAGS:
             try:
-                _output_of(compiler, *f"{FLAGS} {extra}".split(), str(code), "-o", str(result))
+                _output_of(compiler, *f"{FLAGS} {extra}".split(), *code, "-o", str(result))
                 ctypes.CDLL(str(result))
             except (BuildError, OSError) as error:
                 failures.append(str(error))

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from mamba_checkpoint_cache.codec.call import Call
 from mamba_checkpoint_cache.codec.gpu_kernels import compress_kernel, restore_kernel
-from mamba_checkpoint_cache.codec.reference import MIN_AMAX, Int8Codec, NoneCodec, copy_slots, empty_report, largest_scale
+from mamba_checkpoint_cache.codec.pivot import Int5PivotCodec, Int8PivotCodec
+from mamba_checkpoint_cache.codec.reference import (
+    MIN_AMAX,
+    Int8Codec,
+    Int16Codec,
+    NoneCodec,
+    TableCodec,
+    copy_slots,
+    empty_report,
+)
 
 COMPRESS_BLOCKS, RESTORE_BLOCKS = (128, 32), (32, 128)
 """The largest tile ``(d_v, d_k)`` that one program works on at a time."""
@@ -42,12 +51,17 @@ class GpuInt8Codec(Int8Codec):
             restore_kernel[grid](call.state, call.stored["q"], call.stored["scale"], **place, **RESTORE_OPTIONS)
 
 
+GPU_CODECS: dict[str, type[TableCodec]] = {
+    codec.name: codec for codec in (GpuNoneCodec, Int16Codec, GpuInt8Codec, Int8PivotCodec, Int5PivotCodec)
+}
+
+
 def _compress(call: Call, q: Tensor | None, scale: Tensor | None) -> Tensor:
     """Each program reports on the channels of its tile: the parts are added up in an order that never changes."""
     place = _place(call, *COMPRESS_BLOCKS)
     grid = (_num_heads(call), _num_tiles(place, "K"))
     parts = empty_report(call, grid[1])
-    limits = {"MIN_AMAX": MIN_AMAX, "LARGEST_SCALE": largest_scale(call.state.dtype)}
+    limits = {"MIN_AMAX": MIN_AMAX, "LARGEST_SCALE": Int8Codec().largest_scale(call.state.dtype)}
     with torch.cuda.device_of(call.state):  # type: ignore[no-untyped-call]
         compress_kernel[grid](call.state, q, scale, parts, **place, **limits, **COMPRESS_OPTIONS)
     return parts.sum(-2)

@@ -15,9 +15,6 @@ from mamba_checkpoint_cache.state import StateSpec
 MIN_AMAX = 1e-8
 """A channel whose largest magnitude is below this is scaled as if it were this: no scale is ever zero."""
 
-SCALE_DTYPES = {torch.float32: torch.float32, torch.float16: torch.float32, torch.bfloat16: torch.bfloat16}
-"""The dtype of the scales by the dtype of the state. A float16 scale would underflow, and a channel of zeros give 0/0."""
-
 
 class TableCodec(ABC):
     """What all formats share: compressed tensors laid out by ``fields``, and calls that are checked before anything is read.
@@ -78,15 +75,15 @@ class TableCodec(ABC):
     def _restore(self, call: Call) -> None:
         for state_row, stored_row in zip(call.state_rows, call.stored_rows, strict=True):
             for layer, state in enumerate(call.state[:, state_row]):
-                state.copy_(self._decode({name: tensor[layer, stored_row] for name, tensor in call.stored.items()}, state.dtype))
+                state.copy_(self._decode({name: tensor[layer, stored_row] for name, tensor in call.stored.items()}, state))
 
     @abstractmethod
     def _encode(self, state: Tensor, row: dict[str, Tensor]) -> Tensor:
         """Store one layer's ``[num_heads, d_v, d_k]`` in ``row``; returns its report ``[num_heads, 3]``."""
 
     @abstractmethod
-    def _decode(self, row: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The state ``[num_heads, d_v, d_k]`` that a restore gives back for one layer."""
+    def _decode(self, row: dict[str, Tensor], like: Tensor) -> Tensor:
+        """What a restore gives back for one layer, ``[num_heads, d_v, d_k]``; shape and dtype are those of ``like``."""
 
 
 class NoneCodec(TableCodec):
@@ -106,46 +103,75 @@ class NoneCodec(TableCodec):
         row["state"].copy_(state)
         return measure(state, state)
 
-    def _decode(self, row: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return row["state"].to(dtype)
+    def _decode(self, row: dict[str, Tensor], like: Tensor) -> Tensor:
+        return row["state"]
 
 
-class Int8Codec(TableCodec):
-    """Symmetric int8 with one scale per (layer, head, k-channel), taken over ``d_v``.
+class SymmetricCodec(TableCodec):
+    """Symmetric integers with one scale per (layer, head, k-channel), taken over ``d_v``.
 
-    ``scale`` is the channel's largest finite magnitude / 127. An element ``x`` is stored as ``q = round(x / scale)``, half to
-    even, within ±127, and restored as ``q * scale`` in float32, cast to the state's dtype. NaN and infinities are stored as 0.
+    ``scale`` is the channel's largest finite magnitude / ``levels``. An element ``x`` is stored as ``q = round(x / scale)``, half
+    to even, within ±``levels``, and restored as ``q * scale`` in float32, cast to the state's dtype. NaN and infinities are
+    stored as 0.
     """
 
-    name = "int8"
     lossy = True
+    levels: int
+    q_dtype: torch.dtype
+
+    @abstractmethod
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the scales of a ``dtype`` state."""
+
+    def largest_scale(self, dtype: torch.dtype) -> float:
+        """The largest scale of a ``dtype`` state for which ``levels`` times the scale is still finite in ``dtype``."""
+        return _largest_scale(dtype, self.scale_dtype(dtype), self.levels)
 
     def fields(self, num_heads: int, d_v: int, d_k: int, dtype: torch.dtype) -> dict[str, Field]:
-        """``q``: int8 ``[num_heads, d_v, d_k]``. ``scale``: ``[num_heads, 1, d_k]``, bfloat16 or float32."""
-        return {"q": ((num_heads, d_v, d_k), torch.int8), "scale": ((num_heads, 1, d_k), SCALE_DTYPES[dtype])}
+        """``q``: ``[num_heads, d_v, d_k]``. ``scale``: ``[num_heads, 1, d_k]``."""
+        return {"q": ((num_heads, d_v, d_k), self.q_dtype), "scale": ((num_heads, 1, d_k), self.scale_dtype(dtype))}
 
     def _encode(self, state: Tensor, row: dict[str, Tensor]) -> Tensor:
         values = torch.where(state.isfinite(), state, 0).float()
-        row["scale"].copy_(channel_scale(values.abs().amax(-2, keepdim=True), state.dtype))
-        row["q"].copy_((values / row["scale"].float()).round().clamp(-127, 127))
-        return measure(state, self._decode(row, state.dtype))
+        amax = values.abs().amax(-2, keepdim=True).clamp(min=MIN_AMAX)
+        # By a tensor: torch divides by a plain number through its reciprocal on some devices, which is one bit off.
+        scale = (amax / torch.full_like(amax, self.levels)).to(self.scale_dtype(state.dtype))
+        row["scale"].copy_(scale.clamp(max=self.largest_scale(state.dtype)))
+        row["q"].copy_((values / row["scale"].float()).round().clamp(-self.levels, self.levels))
+        return measure(state, self._decode(row, state))
 
-    def _decode(self, row: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return (row["q"].float() * row["scale"].float()).to(dtype)
+    def _decode(self, row: dict[str, Tensor], like: Tensor) -> Tensor:
+        return (row["q"].float() * row["scale"].float()).to(like.dtype)
 
 
-def channel_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scales of channels of a ``dtype`` state whose largest magnitudes are ``amax`` (float32)."""
-    # By a tensor: torch divides by a plain number through its reciprocal on some devices, which is one bit off.
-    scale = amax.clamp(min=MIN_AMAX) / torch.full_like(amax, 127.0)
-    return scale.to(SCALE_DTYPES[dtype]).clamp(max=largest_scale(dtype))
+class Int8Codec(SymmetricCodec):
+    """The format of SGLang's int8 checkpoint pool, for float32 and bfloat16 states bit for bit."""
+
+    name = "int8"
+    levels = 127
+    q_dtype = torch.int8
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """That of the state; but a float16 scale would underflow, and a channel of zeros give 0/0."""
+        return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+class Int16Codec(SymmetricCodec):
+    """Near-lossless: the noise is 1/256 of int8's. For float32 states, as others take no more bytes uncompressed."""
+
+    name = "int16"
+    levels = 32767
+    q_dtype = torch.int16
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """float32: a coarser scale would cost more than 16 bits gain."""
+        return torch.float32
 
 
 @functools.cache
-def largest_scale(dtype: torch.dtype) -> float:
-    """The largest scale of a ``dtype`` state for which 127 times the scale is still finite in ``dtype``."""
-    scale = torch.tensor(torch.finfo(dtype).max / 127, dtype=SCALE_DTYPES[dtype])
-    overflows = bool((scale.float() * 127).to(dtype).isinf())
+def _largest_scale(dtype: torch.dtype, scale_dtype: torch.dtype, levels: int) -> float:
+    scale = torch.tensor(torch.finfo(dtype).max / levels, dtype=scale_dtype)
+    overflows = bool((scale.float() * levels).to(dtype).isinf())
     return float(scale.nextafter(torch.zeros_like(scale)) if overflows else scale)
 
 
@@ -165,6 +191,6 @@ def measure(state: Tensor, restored: Tensor) -> Tensor:
     """The report ``[num_heads, 3]`` of heads ``[num_heads, d_v, d_k]`` that come back as ``restored``."""
     finite = state.isfinite()
     signal = torch.where(finite, state, 0).double()
-    error = torch.where(finite, state.double() - restored.double(), 0)
+    error = torch.where(restored.isfinite(), signal - restored.double(), 0)
     columns = (signal.square(), error.square(), (~finite).double())
     return torch.stack([column.sum((-2, -1)) for column in columns], -1)

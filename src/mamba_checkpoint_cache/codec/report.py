@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,12 @@ from mamba_checkpoint_cache.codec.base import ERROR_ENERGY, NON_FINITE, SIGNAL_E
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a compression's report says, summed over the state."""
+    """What a compression's report says: relative errors of the whole state, of its worst head, and of each recurrent layer."""
 
     finite: bool
     relative_error: float
     worst_head: float
+    layer_errors: tuple[float, ...]
 
 
 class Report:
@@ -41,11 +43,20 @@ class Report:
         """Read the report; waits for the one event behind it."""
         if self._event is not None:
             self._event.synchronize()
-        totals = self._energies.flatten(0, -2).sum(0).tolist()
+        layers = self._energies.sum((0, -2)).tolist()
+        totals = [sum(column) for column in zip(*layers, strict=True)]
         heads = self._energies[..., ERROR_ENERGY] / self._energies[..., SIGNAL_ENERGY]
-        error = totals[ERROR_ENERGY]
         return Verdict(
             finite=totals[NON_FINITE] == 0,
-            relative_error=math.sqrt(error / totals[SIGNAL_ENERGY]) if error else 0.0,
+            relative_error=_relative(totals),
             worst_head=math.sqrt(float(heads.nan_to_num_(0.0).max())),  # 0/0: a head of zeros has no error
+            layer_errors=tuple(map(_relative, layers)),
         )
+
+
+def _relative(energies: Sequence[float]) -> float:
+    """Norm of the error over norm of the signal; infinite for an error in what was all zeros."""
+    signal, error = energies[SIGNAL_ENERGY], energies[ERROR_ENERGY]
+    if not error:
+        return 0.0
+    return math.sqrt(error / signal) if signal else math.inf

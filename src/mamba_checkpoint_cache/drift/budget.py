@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class DriftBudget:
     """What compressed states may cost, and how long over that is too long. The unit of time is the call, never the clock.
 
-    ``relative_error``: ceiling on one compression's Frobenius error relative to the state. ``kl_nats``: ceiling on the mean
-    logit KL of one check. ``window`` compressions, and ``checks`` logit checks, are looked back on: too long is when at least
-    half of a full window lies over its ceiling. ``recover_after``: the fewest commits after which a codec that was taken out of
-    service is tried again.
+    ``relative_error``: ceiling on one compression's Frobenius error relative to the state, in each recurrent layer. ``kl_nats``:
+    ceiling on the mean logit KL of one check. ``window`` compressions, and ``checks`` logit checks, are looked back on: too long
+    is when at least half of a full window lies over its ceiling. ``recover_after``: the fewest commits after which a codec that
+    was taken out of service is tried again.
 
     Raises:
         ValueError: if a ceiling is not over 0, or one of the counts is under 1.
@@ -33,7 +33,7 @@ class DriftBudget:
                 raise ValueError(f"DriftBudget.{name} must be at least 1, got {getattr(self, name)}")
 
     def holds_error(self, relative_error: float) -> bool:
-        """Whether a compression's error is within the budget; NaN is not."""
+        """Whether a compression's error in a layer is within the budget; NaN is not."""
         return relative_error <= self.relative_error
 
     def holds_kl(self, mean_kl_nats: float) -> bool:

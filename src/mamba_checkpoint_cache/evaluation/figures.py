@@ -32,7 +32,8 @@ def drift(trials: Sequence[Trial], name: str, hops: int, distance: int) -> dict[
 
     KL (nats) and agreement are of the last :data:`WINDOW` positions up to the distance, fewer where they would lie before the
     restore: ``kl_mean`` and ``top1`` are means, ``kl_p95`` and ``kl_p99`` percentiles over positions and prompts, ``kl_ci`` the
-    interval of the mean over prompts. ``relative_error`` and ``worst_head`` are of the state right after that restore.
+    interval of the mean over prompts. ``relative_error``, ``worst_layer`` and ``worst_head`` are of the state right after that
+    restore.
     """
     key, first = ArmKey(name, again=hops > 1), (hops - 1) * STEP
     end = first + distance
@@ -49,6 +50,7 @@ def drift(trials: Sequence[Trial], name: str, hops: int, distance: int) -> dict[
         "kl_ci": bootstrap_interval(kl.mean(-1).tolist()),
         "top1": _share(torch.cat([trace.agreed[window] for trace in traces])),
         "relative_error": relative_error(energies),
+        "worst_layer": float(layer_errors(energies).max()),
         "worst_head": float(head_errors(energies).max()),
         "prompts": len(traces),
     }
@@ -58,6 +60,12 @@ def relative_error(energies: Sequence[Tensor]) -> float:
     """Norm of the difference over norm of the state, both over all prompts, layers and heads; 0 for states of zeros."""
     signal, error = torch.stack(list(energies)).sum((0, 1, 2)).tolist()
     return float(_ratio(torch.tensor(error), torch.tensor(signal)))
+
+
+def layer_errors(energies: Sequence[Tensor]) -> Tensor:
+    """The same by layer, ``[layers]``."""
+    signal, error = torch.stack(list(energies)).sum((0, 2)).unbind(-1)
+    return _ratio(error, signal)
 
 
 def head_errors(energies: Sequence[Tensor]) -> Tensor:

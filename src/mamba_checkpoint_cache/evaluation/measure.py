@@ -36,7 +36,7 @@ def measure(
 
     ``advance`` is called with 1 after each step.
     """
-    measured = [get_codec(codec, model.device) if isinstance(codec, str) else codec for codec in codecs]
+    measured = [get_codec(codec, model.device, model.spec.num_layers) if isinstance(codec, str) else codec for codec in codecs]
     found = Measurement({codec.name: codec for codec in measured})
     longest = max(len(prompt.tokens) for prompt in prompts)
     lockstep = Lockstep(model, [*measured, Bf16Codec()], longest=longest)

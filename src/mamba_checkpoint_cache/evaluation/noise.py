@@ -21,7 +21,7 @@ class Bf16Codec(TableCodec):
 
     def _encode(self, state: Tensor, row: dict[str, Tensor]) -> Tensor:
         row["state"].copy_(state)
-        return measure(state, self._decode(row, state.dtype))
+        return measure(state, self._decode(row, state))
 
-    def _decode(self, row: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return row["state"].to(dtype)
+    def _decode(self, row: dict[str, Tensor], like: Tensor) -> Tensor:
+        return row["state"].to(like.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ _LABELS = {
     "shortest": "fewest tokens alike",
     "max_tokens": "tokens decoded",
     "kl": "mean KL",
+    "model_layer": "layer of the model",
+    "bytes": "bytes more to keep it",
 }
 
 
@@ -57,7 +59,7 @@ def write_page(path: Path, text: str) -> None:
 def page(report: Report) -> str:
     """The whole document."""
     title = f"Drift of {report['model']}"
-    parts = [_verdict(report), *_pictures(report), *_tables(report), _notes(report)]
+    parts = [_verdict(report), *_pictures(report), *_tables(report), *_per_layer(report), _notes(report)]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     body = f"<h1>{escape(title)}</h1>\n" + "\n".join(parts)
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
@@ -148,6 +150,13 @@ def _tables(report: Report) -> list[str]:
             [{"source": source, "kl": report["noise"][f"{source}_kl"]} for source in ("rechunk", "bf16")],
         ),
     ]
+
+
+def _per_layer(report: Report) -> Iterator[str]:
+    for codec, found in report["per_layer"].items():
+        keys = ("layer", "model_layer", "kl_mean", "share", "bytes")
+        yield _table(f"Layer by layer: {codec}, with all other layers exact", keys, found["rows"])
+        yield f"<p>{escape(found['suggestion']['text'])}</p>"
 
 
 def _by_codec(figures: Mapping[str, Report]) -> list[Report]:

@@ -73,10 +73,13 @@ def text_prompts(tokens: Tokens, *, count: int, depth: int, longest: int) -> lis
     return [Prompt("text", tokens.encode(text.decode(errors="ignore"))[:longest], depth) for text in texts]
 
 
-def built_in_recall(count: int) -> list[Prompt]:
-    """``count`` prompts of pairs to remember, then each key with its value; for models of byte tokens that know the task."""
+def built_in_recall(count: int, *, rounds: int = 1) -> list[Prompt]:
+    """``count`` prompts of pairs to remember, then each key with its value, in each of ``rounds`` in another order.
+
+    For models of byte tokens that know the task.
+    """
     prompts = []
-    for prompt in recall_prompts(count):
+    for prompt in recall_prompts(count, rounds=rounds):
         begin, asked = len(prompt.prefix), prompt.asked
         prompts.append(Prompt("recall", list(prompt.prefix + asked), begin, range(begin + 1, begin + len(asked), 2)))
     return prompts

@@ -40,7 +40,9 @@ def report(name: str, model: HybridModel, tokens: Tokens, found: Measurement, bu
     """
     spec, codecs = model.spec, found.codecs
     everything = [trial for trials in found.trials.values() for trial in trials]
-    rows = [row for codec in codecs.values() for task, trials in found.trials.items() for row in _rows(codec, task, trials, spec)]
+    rows = [
+        row for codec in codecs.values() for task, trials in found.trials.items() for row in drift_rows(codec, task, trials, spec)
+    ]
     bits = {codec: tasks.bits_per_byte(_texts(found), codec, tokens) for codec in codecs if _texts(found)}
     asked = found.trials.get("recall", [])
     control = Control(model.continuation.bitwise, figures.largest_kl(everything, "none")) if "none" in codecs else None
@@ -62,15 +64,16 @@ def report(name: str, model: HybridModel, tokens: Tokens, found: Measurement, bu
         "capacity": {codec.name: _capacity(spec, codec) for codec in (*codecs.values(), Bf16Codec())},
         "verdict": verdict(rows, budget, control),
     }
-    finite: Result = _finite(result)
-    return finite
+    written: Result = finite(result)
+    return written
 
 
-def _rows(codec: Codec, task: str, trials: Sequence[Trial], spec: StateSpec) -> list[Result]:
-    rows = []
+def drift_rows(codec: Codec, task: str, trials: Sequence[Trial], spec: StateSpec) -> list[Result]:
+    """The rows of one codec and task: see :func:`report`."""
+    bits, rows = bits_per_element(spec, codec), []
     for hops, distance in figures.points():
         if figure := figures.drift(trials, codec.name, hops, distance):
-            row = {"codec": codec.name, "task": task, "bits_per_element": _bits(spec, codec), "distance": distance, "hops": hops}
+            row = {"codec": codec.name, "task": task, "bits_per_element": bits, "distance": distance, "hops": hops}
             rows.append(row | figure)
     return rows
 
@@ -101,13 +104,14 @@ def _capacity(spec: StateSpec, codec: Codec) -> Result:
     memory = (NATIVE_SLOTS + 1) * CheckpointPool.bytes_per_slot_for(spec, "none")
     return {
         "bytes_per_checkpoint": CheckpointPool.bytes_per_slot_for(spec, codec),
-        "bits_per_element": _bits(spec, codec),
+        "bits_per_element": bits_per_element(spec, codec),
         "slots": CheckpointPool.slots_for(spec, codec, memory),
         "native_slots": NATIVE_SLOTS,
     }
 
 
-def _bits(spec: StateSpec, codec: Codec) -> float:
+def bits_per_element(spec: StateSpec, codec: Codec) -> float:
+    """Bits that the codec takes for an element of the recurrent state, its scales and the like included."""
     return 8 * codec.bytes_per_slot(spec) / math.prod(spec.shape)
 
 
@@ -119,9 +123,10 @@ def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same as JSON can have it: what is no finite number is None, and tuples are lists."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from mamba_checkpoint_cache.codec import Codec, get_codec
 from mamba_checkpoint_cache.evaluation import figures
 from mamba_checkpoint_cache.evaluation.measure import measure, steps_of
 from mamba_checkpoint_cache.evaluation.options import EvalOptions
+from mamba_checkpoint_cache.evaluation.per_layer import per_layer
 from mamba_checkpoint_cache.evaluation.prompts import Prompt, built_in_recall, file_prompts, read_file, text_prompts
-from mamba_checkpoint_cache.evaluation.report import report
+from mamba_checkpoint_cache.evaluation.report import finite, report
 from mamba_checkpoint_cache.integrations.continuation import Mode
 from mamba_checkpoint_cache.integrations.layout import UnsupportedModelError
 from mamba_checkpoint_cache.integrations.probe import prepare_model
@@ -27,7 +29,10 @@ SMALL_MODEL = 50_000_000
 
 
 def run(options: EvalOptions) -> dict[str, Any]:
-    """The report of :func:`report`, with ``notes``: what was not measured and why. Writes the page if there is to be one.
+    """The report of :func:`report`, with ``per_layer`` and ``notes``. Writes the page if there is to be one.
+
+    ``per_layer`` has the result of :func:`per_layer` by codec, and nothing unless that was asked for; ``notes`` say what was not
+    measured and why.
 
     Raises:
         OptionError: if the model can't be loaded or continued, the prompts don't do, or the page can't be written.
@@ -39,17 +44,44 @@ def run(options: EvalOptions) -> dict[str, Any]:
     text = None if options.prompts is None else read_file(options.prompts)
     loaded = load_model(options.model)
     prompts = _prompts(options, text, loaded)
-    with _threads(loaded), progress("prompts", steps_of(prompts)) as advance:
+    with _threads(loaded):
         try:
             model = prepare_model(loaded.model)
-            found = measure(model, prompts, options.codecs, advance)
         except UnsupportedModelError as error:
             raise OptionError(f"{loaded.name} can't be evaluated: {error}") from error
-    result = report(loaded.name, model, loaded.tokens, found, options.budget)
+        codecs = _codecs(options, model)
+        with progress("prompts", steps_of(prompts)) as advance:
+            found = measure(model, prompts, codecs, advance)
+        layers = _per_layer(options, model, prompts, codecs)
+    result = report(loaded.name, model, loaded.tokens, found, options.budget) | {"per_layer": layers}
     result["notes"] = _notes(options, model, prompts, result)
     if options.html is not None:
         write_page(options.html, page(result))
     return result
+
+
+def _codecs(options: EvalOptions, model: HybridModel) -> list[Codec]:
+    try:
+        codecs = {name: get_codec(name, model.device, model.spec.num_layers) for name in options.codecs}
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    first: dict[str, str] = {}
+    for name, codec in codecs.items():
+        if first.setdefault(codec.name, name) != name:
+            raise OptionError(f"expected codecs, each once, but {first[codec.name]!r} and {name!r} are the same for this model")
+    return list(codecs.values())
+
+
+def _per_layer(
+    options: EvalOptions, model: HybridModel, prompts: Sequence[Prompt], codecs: Sequence[Codec]
+) -> dict[str, dict[str, Any]]:
+    lossy = [codec for codec in codecs if codec.lossy]
+    if options.per_layer is None or not lossy:
+        return {}
+    with progress("prompts, layer by layer", 2 * len(prompts) * len(lossy)) as advance:
+        found = {codec.name: per_layer(model, prompts, codec, options.per_layer, options.budget, advance) for codec in lossy}
+    written: dict[str, dict[str, Any]] = finite(found)
+    return written
 
 
 def _prompts(options: EvalOptions, text: str | None, loaded: LoadedModel) -> list[Prompt]:

@@ -20,18 +20,23 @@ def percentile(values: Tensor, share: float) -> float:
     return float(values.double().quantile(share, interpolation="higher"))
 
 
-def bootstrap_interval(groups: Sequence[float], *, seed: int = 0) -> Interval | None:
+def bootstrap_interval(groups: Sequence[float], *, over: Sequence[float] | None = None, seed: int = 0) -> Interval | None:
     """The 95 % interval of the mean of one figure per prompt: percentiles of means of prompts drawn with replacement.
 
-    None for fewer than two prompts, or where a figure is not finite: there is nothing to tell how far they scatter.
+    With ``over``, another figure of the same prompts: that of the ratio of the two means, of prompts drawn for both alike.
+    None for fewer than two prompts, or where a figure or a ratio is not finite: there is nothing to tell how far they scatter.
     """
-    values = torch.tensor(groups, dtype=torch.float64)
-    if len(values) < 2 or not bool(values.isfinite().all()):
+    values = torch.tensor([groups] if over is None else [groups, over], dtype=torch.float64)
+    count = values.shape[-1]
+    if count < 2 or not bool(values.isfinite().all()):
         return None
-    drawn = torch.randint(len(values), (RESAMPLES, len(values)), generator=torch.Generator().manual_seed(seed))
-    means = values[drawn].mean(-1)
+    drawn = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(seed))
+    means = values[:, drawn].mean(-1)
+    found = means[0] if over is None else means[0] / means[1]
+    if not bool(found.isfinite().all()):
+        return None
     tail = (1 - CONFIDENCE) / 2
-    return float(means.quantile(tail)), float(means.quantile(1 - tail))
+    return float(found.quantile(tail)), float(found.quantile(1 - tail))
 
 
 def wilson_interval(right: int, asked: int) -> Interval:

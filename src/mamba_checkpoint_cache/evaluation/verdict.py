@@ -20,8 +20,8 @@ class Control:
 def verdict(rows: Sequence[Mapping[str, Any]], budget: DriftBudget, control: Control | None) -> dict[str, Any]:
     """``within`` the budget or not, the rows that are ``over`` it with figure, value and ceiling, and the same in a ``text``.
 
-    The mean KL of every row counts, and the relative error of one compression. What is not finite is over. Without a codec there
-    is no budget: the KL is 0, or nothing else here can be trusted.
+    The mean KL of every row counts, and the relative error of one compression in its worst layer. What is not finite is over.
+    Without a codec there is no budget: the KL is 0, or nothing else here can be trusted.
     """
     figures = [(row, figure, ceiling) for row in rows for figure, ceiling in _ceilings(row, budget)]
     over = [_over(row, figure, ceiling) for row, figure, ceiling in figures if not row[figure] <= ceiling]
@@ -42,7 +42,7 @@ def _ceilings(row: Mapping[str, Any], budget: DriftBudget) -> list[tuple[str, fl
     if row["codec"] == "none":
         return []
     kl = ("kl_mean", budget.kl_nats)
-    return [kl, ("relative_error", budget.relative_error)] if row["hops"] == row["distance"] == 1 else [kl]
+    return [kl, ("worst_layer", budget.relative_error)] if row["hops"] == row["distance"] == 1 else [kl]
 
 
 def _over(row: Mapping[str, Any], figure: str, ceiling: float) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def _over(row: Mapping[str, Any], figure: str, ceiling: float) -> dict[str, Any]
 
 def _sentence(codec: str, rows: Sequence[Mapping[str, Any]], budget: DriftBudget) -> str:
     worst = max(rows, key=lambda row: _rank(row["kl_mean"]))
-    error = max((row["relative_error"] for row in rows if row["hops"] == 1), key=_rank)
+    error = max((row["worst_layer"] for row in rows if row["hops"] == 1), key=_rank)
     within = worst["kl_mean"] <= budget.kl_nats and error <= budget.relative_error
     found = f"its mean KL is up to {_number(worst['kl_mean'])} nats ({place(worst)}), where {budget.kl_nats:g} are allowed"
-    found += f", and its relative state error is {_number(error)}, where {budget.relative_error:g} is allowed"
+    found += f", and the relative error of its worst layer is {_number(error)}, where {budget.relative_error:g} is allowed"
     text = f"{codec} is {'within' if within else 'OVER'} the budget: {found}."
     reaches = max((row["kl_ci"][1] for row in rows if row["kl_ci"]), default=0.0)
     if within and reaches > budget.kl_nats:

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import httpx
 
-from mamba_checkpoint_cache.codec import CODEC_NAMES
 from mamba_checkpoint_cache.serving.options import OptionError, ServeOptions
 from mamba_checkpoint_cache.serving.progress import Advance, progress
 from mamba_checkpoint_cache.serving.scrape import Scrape
@@ -60,7 +59,7 @@ class Replay:
 
 
 def run(options: ServeOptions, workload: Workload | None = None) -> dict[str, Any]:
-    """Replay a workload with the codec of ``options``, then with each other codec in exactly as many bytes.
+    """Replay a workload with the codec of ``options``, then in exactly as many bytes natively, and with the default codec.
 
     The keys of the result are public; counts and bytes come from the server's ``/metrics``, latencies from the client. The server
     listens on a free port and is gone when this returns or raises, also by Ctrl-C, SIGTERM or SIGHUP.
@@ -78,14 +77,14 @@ def run(options: ServeOptions, workload: Workload | None = None) -> dict[str, An
         replays = {options.codec: _replay(options, workload)}
         pool_bytes = int(replays[options.codec].scrape.value("bytes", pool="checkpoint", kind="reserved"))
         equal = replace(options, checkpoint_slots=None, checkpoint_memory_bytes=pool_bytes)
-        for codec in CODEC_NAMES:
+        for codec in ("none", ServeOptions().codec):
             if codec not in replays:
                 replays[codec] = _replay(replace(equal, codec=codec), workload)
     return {
         "model": replays[options.codec].model,
         "codec": options.codec,
         **_report(replays[options.codec]),
-        "equal_memory": {"pool_bytes": pool_bytes, **{codec: _arm(replays[codec].scrape) for codec in CODEC_NAMES}},
+        "equal_memory": {"pool_bytes": pool_bytes, **{codec: _arm(replay.scrape) for codec, replay in replays.items()}},
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mamba_checkpoint_cache.codec import CODEC_NAMES
+from mamba_checkpoint_cache.codec import check_codec
 from mamba_checkpoint_cache.drift.budget import DriftBudget
 from mamba_checkpoint_cache.drift.guard import DriftGuard
 from mamba_checkpoint_cache.small_models import DEFAULT_MODEL
@@ -21,6 +21,7 @@ class OptionError(ValueError):
 class ServeOptions:
     """Options of one server. ``model`` is a small model that ships with the package, a folder, or a hub name.
 
+    ``codec`` is a format, or one for each recurrent layer, as ``int8,0=none,3-5=none``: the layers of the state tensor, from 0.
     The checkpoint pool has ``checkpoint_slots`` slots, or as many as fit ``checkpoint_memory_bytes``; give one of them, or none.
     ``chunk`` is the number of tokens of one prefill step and a multiple of ``page_size``, so that the end of a chunk can be
     a checkpoint. ``port`` 0 takes any free port; ``threads`` None leaves the number of torch threads as it is.
@@ -61,8 +62,10 @@ class ServeOptions:
             value, least = getattr(self, name), 2 if name == "max_hops" else 1
             if value is not None and value < least:
                 raise OptionError(f"{name} must be at least {least}, got {value}")
-        if self.codec not in CODEC_NAMES:
-            raise OptionError(f"unknown codec {self.codec!r}, expected one of {', '.join(CODEC_NAMES)}")
+        try:
+            check_codec(self.codec)
+        except ValueError as error:
+            raise OptionError(str(error)) from error
         if self.checkpoint_slots is not None and self.checkpoint_memory_bytes is not None:
             raise OptionError("give checkpoint slots or checkpoint memory, not both")
         if self.chunk % self.page_size:

@@ -47,7 +47,7 @@ NO_SLOT: tuple[SkipReason, ...] = ("exhausted", "all_locked")
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One label of a metric: its enumerated values, or none where the configuration of the cache fixes the one value."""
+    """One label of a metric: its enumerated values, or none where the configuration of the cache fixes them."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -133,6 +133,13 @@ METRICS = (
         "Saved is native_equivalent minus occupied.",
         (_POOL, Label("kind", BYTE_KINDS)),
         unit="bytes",
+    ),
+    Metric(
+        "layers",
+        "gauge",
+        "Recurrent layers of a checkpoint by the format that they are kept in now, every format there is; what the drift guard "
+        "keeps native is none.",
+        (Label("codec"),),
     ),
     Metric(
         "slot_allocations_total",
@@ -226,7 +233,12 @@ METRICS = (
         "1 for the drift guard's mode, 0 for the others; without a guard there is no such series.",
         (Label("mode", GUARD_MODES),),
     ),
-    Metric("guard_changes_total", "counter", "Changes of the drift guard's mode.", (Label("to", GUARD_MODES),)),
+    Metric(
+        "guard_changes_total",
+        "counter",
+        "Changes of the drift guard's mode, or of the layers it keeps native.",
+        (Label("to", GUARD_MODES),),
+    ),
     Metric(
         "residency_seconds",
         "histogram",
@@ -254,7 +266,7 @@ SPANS = (
     Span("free", False, "Give a slot back.", ("cache", "pool", "reason", "depth")),
 )
 
-GUARD_EVENT = SpanEvent("guard", "The drift guard changed its mode.", ("cache", "mode", "cause", "commits"))
+GUARD_EVENT = SpanEvent("guard", "The drift guard changed its mode.", ("cache", "mode", "cause", "commits", "codec"))
 SPAN_EVENTS = (GUARD_EVENT,)
 
 SLOTS_EXHAUSTED = LogEvent(
@@ -267,14 +279,15 @@ CHECK_FAILED = LogEvent(
 GUARD_DEGRADED = LogEvent(
     f"{PREFIX}.guard_degraded",
     "warning",
-    "Compressed states drifted over the budget: the cache has started over with native states, or has stopped storing.",
-    ("mode", "cause", "commits"),
+    "Compressed states drifted over the budget: the cache has started over with what drifted kept native, which makes its codec "
+    "the one that is named, or has stopped storing.",
+    ("mode", "cause", "commits", "codec"),
 )
 GUARD_RECOVERED = LogEvent(
     f"{PREFIX}.guard_recovered",
     "warning",  # whoever was told of the one must be told of the other
     "Trials of the codec kept within the budget: the cache has started over with compressed states.",
-    ("mode", "cause", "commits"),
+    ("mode", "cause", "commits", "codec"),
 )
 TELEMETRY_FAILED = LogEvent(f"{PREFIX}.telemetry_failed", "warning", "Telemetry failed, and was contained.", ("error",))
 OPERATION_DONE = LogEvent(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import inf
 from threading import Lock
@@ -61,11 +61,15 @@ class PoolSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PoolsSnapshot:
-    """All pools of a cache at one moment; ``info`` has the keys codec, state_dtype and fingerprint; ``guard`` is its mode."""
+    """All pools of a cache at one moment; ``info`` has the keys codec, state_dtype and fingerprint; ``guard`` is its mode.
+
+    ``layers``: recurrent layers by the format that checkpoints keep them in.
+    """
 
     pools: tuple[PoolSnapshot, ...]
     info: Mapping[str, str]
     guard: GuardMode | None = None
+    layers: Mapping[str, int] = field(default_factory=dict)
 
 
 class Metrics:
@@ -281,5 +285,6 @@ def _read(snapshot: PoolsSnapshot) -> dict[str, dict[tuple[str, ...], SupportsFl
         "slots": {(pool.name, state): n for pool in pools for state, n in zip(SLOT_STATES, pool.counts, strict=True)},
         "slot_capacity": {(pool.name,): pool.capacity for pool in pools},
         "bytes": {(pool.name, kind): getattr(pool, f"bytes_{kind}") for pool in pools for kind in BYTE_KINDS},
+        "layers": {(codec,): count for codec, count in snapshot.layers.items()},
         "guard_mode": {(mode,): mode == snapshot.guard for mode in GUARD_MODES if snapshot.guard is not None},
     }

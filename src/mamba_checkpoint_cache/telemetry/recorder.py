@@ -178,11 +178,14 @@ class Telemetry:
         with self._contained:
             self._logs.emit(names.CHECK_FAILED, error=repr(error))
 
-    def guard_changed(self, to: names.GuardMode, *, cause: str, commits: int) -> None:
-        """The drift guard changed its mode, ``commits`` commits after the change before. An event on the span that is current."""
+    def guard_changed(self, to: names.GuardMode, *, cause: str, commits: int, codec: str) -> None:
+        """The drift guard changed its mode, ``commits`` commits after the change before; ``codec`` is what is used from here on.
+
+        An event on the span that is current.
+        """
         with self._contained:
             self._metrics.add("guard_changes_total", to)
-            fields: dict[str, Scalar] = {"mode": to, "cause": cause, "commits": commits}
+            fields: dict[str, Scalar] = {"mode": to, "cause": cause, "commits": commits, "codec": codec}
             self._tracing.event(names.GUARD_EVENT, fields)
             self._logs.emit(names.GUARD_RECOVERED if to == "normal" else names.GUARD_DEGRADED, **fields)
 

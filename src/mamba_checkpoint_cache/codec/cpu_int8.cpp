@@ -1,113 +1,31 @@
-// The formats of reference.py fused for the CPU: every layer and head of every slot in one call. Built by cpu_build.py.
+// int8 fused for the CPU, and the report of none: every layer and head of every slot in one call. Built by cpu_build.py.
 //
 // A head [d_v, d_k] is read from memory once, for its largest magnitudes. The second sweep, which quantises it and measures the
 // error, finds it in the cache, and meanwhile fetches the next head. Results are bit for bit those of reference.py: divisions
 // stay divisions, and the compiler may neither contract to fused multiply-adds nor assume that there is no NaN.
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <type_traits>
-
-using i64 = std::int64_t;
-using u32 = std::uint32_t;
-using u16 = std::uint16_t;
-using i8 = std::int8_t;
-
-// The arguments of one call, field by field as in cpu.py. Strides count elements.
-struct Job {
-    void *state;
-    i64 stride_layer, stride_row, stride_head, stride_v, stride_k;
-    i8 *q;
-    void *scale;
-    double *report;
-    const i64 *state_rows, *stored_rows;
-    i64 num_slots, num_layers, num_heads, d_v, d_k, num_stored_rows, num_threads;
-    float largest_scale;
-};
+#include "cpu_common.h"
 
 namespace {
 
-constexpr float MIN_AMAX = 1e-8f;
-constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, half to even, and leaves it in the low bits
 constexpr int WIDE = 64, NARROW = 16;  // elements worked on together
-constexpr i64 RUN = 256;               // rows that are summed in float32 before the sums move on to float64
 
-inline u32 bits(float x) { u32 b; std::memcpy(&b, &x, 4); return b; }
-inline float from_bits(u32 b) { float x; std::memcpy(&x, &b, 4); return x; }
-
-// A dtype: how to read and write its words, and which magnitudes (a word without its sign bit) are finite.
-struct Float32 {
-    using Word = u32;
-    using Scale = Float32;
-    static constexpr Word MAGNITUDE = 0x7fffffff, NON_FINITE = 0x7f800000;
-    static float load(Word w) { return from_bits(w); }
-    static Word store(float x) { return bits(x); }
-};
-
-struct BFloat16 {
-    using Word = u16;
-    using Scale = BFloat16;
-    static constexpr Word MAGNITUDE = 0x7fff, NON_FINITE = 0x7f80;
-    static float load(Word w) { return from_bits(u32(w) << 16); }
-    static Word store(float x) { const u32 b = bits(x); return Word((b + 0x7fff + (b >> 16 & 1)) >> 16); }
-};
-
-struct Float16 {
-    using Word = u16;
-    using Scale = Float32;
-    static constexpr Word MAGNITUDE = 0x7fff, NON_FINITE = 0x7c00;
-    static float load(Word w) { return from_bits(u32(w & 0x8000) << 16 | bits(from_bits(u32(w & 0x7fff) << 13) * 0x1p112f)); }
-    static Word store(float x) {
-        const u32 sign = bits(x) >> 16 & 0x8000, b = bits(x) & 0x7fffffff;
-        const u32 normal = (b + 0xfff + (b >> 13 & 1) - (112u << 23)) >> 13;
-        const u32 subnormal = bits(from_bits(b) + 0.5f) - bits(0.5f);
-        return Word(sign | (b < 113u << 23 ? subnormal : normal));
-    }
-};
-
-// One head: where it lies, where it is stored, and what is to be fetched while it is worked on.
-template <class D> struct Head {
-    using Word = typename D::Word;
-    Word *state;
-    const Word *next;
-    i64 stride_v, stride_k, d_v, d_k;
+// One head, and where its bytes and scales are stored.
+template <class D> struct Int8Head : Head<D> {
     i8 *q;
     typename D::Scale::Word *scale;
 
-    Head(const Job &job, i64 task) : stride_v(job.stride_v), stride_k(job.stride_k), d_v(job.d_v), d_k(job.d_k) {
-        const i64 head = task % job.num_heads, rest = task / job.num_heads;
-        const i64 layer = rest % job.num_layers, slot = rest / job.num_layers;
-        const i64 offset = layer * job.stride_layer + job.state_rows[slot] * job.stride_row + head * job.stride_head;
-        const i64 stored = (layer * job.num_stored_rows + job.stored_rows[slot]) * job.num_heads + head;
-        next = state = static_cast<Word *>(job.state) + offset;
-        q = job.q + stored * d_v * d_k;
-        scale = static_cast<typename D::Scale::Word *>(job.scale) + stored * d_k;
-    }
+    Int8Head(const Job &job, const Head<D> &head)
+        : Head<D>(head), q(static_cast<i8 *>(job.stored[0]) + head.stored * head.d_v * head.d_k),
+          scale(static_cast<typename D::Scale::Word *>(job.stored[1]) + head.stored * head.d_k) {}
 
     // With few channels, several adjacent rows are taken for one: vectors are wide. Channel k then recurs every d_k columns.
-    Head folded() const {
-        Head wide = *this;
-        const i64 rows = WIDE / d_k;
-        if (stride_k != 1 || stride_v != d_k || WIDE % d_k || rows == 0 || d_v % rows) return wide;
+    Int8Head folded() const {
+        Int8Head wide = *this;
+        const i64 rows = WIDE / this->d_k;
+        if (this->stride_k != 1 || this->stride_v != this->d_k || WIDE % this->d_k || rows == 0 || this->d_v % rows) return wide;
         wide.d_v /= rows, wide.d_k *= rows, wide.stride_v *= rows;
         return wide;
-    }
-};
-
-// What a head adds to the report. The sums are those of elements times unit, a power of two that brings the head near 1: squares
-// must stay within float32.
-struct Report {
-    float unit = 1;
-    double signal = 0, error = 0, non_finite = 0;
-
-    void add(const float *signals, const float *errors, int count) {
-        for (int i = 0; i < count; ++i) signal += signals[i], error += errors[i];
-    }
-    void write(double *out) const {
-        const double square = double(unit) * double(unit);
-        out[0] = signal / square, out[1] = error / square, out[2] = non_finite;
     }
 };
 
@@ -170,8 +88,6 @@ template <class D> inline float scale_of(typename D::Word magnitude, float large
     return std::min(rounded, largest_scale);
 }
 
-inline float unit_of(float largest) { return from_bits((254 - std::min(bits(largest) >> 23, 253u)) << 23); }
-
 // The quantised element in the low byte of what is returned.
 template <class D> inline u32 quantise(typename D::Word word, float scale, float unit, float &signal, float &error) {
     const float x = D::load(word);
@@ -202,7 +118,7 @@ template <class D, int STEP, class Width>
 }
 
 // Where d_k is contiguous: some channels at a time.
-template <class D> void quantise_rows(const Head<D> &h, const Scratch<D> &scratch, Report &report) {
+template <class D> void quantise_rows(const Int8Head<D> &h, const Scratch<D> &scratch, Report &report) {
     in_steps(h.d_k, [&](i64 first_k, auto width) {
         const float *scale = scratch.scale.get() + first_k;
         for (i64 v0 = 0; v0 < h.d_v; v0 += RUN) {
@@ -218,7 +134,7 @@ template <class D> void quantise_rows(const Head<D> &h, const Scratch<D> &scratc
 }
 
 // Where d_v is contiguous: channel by channel, and the bytes are turned at the end.
-template <class D> void quantise_columns(const Head<D> &h, const Scratch<D> &scratch, Report &report) {
+template <class D> void quantise_columns(const Int8Head<D> &h, const Scratch<D> &scratch, Report &report) {
     for (i64 k0 = 0; k0 < h.d_k; k0 += NARROW) {
         float signal[WIDE] = {}, error[WIDE] = {};
         for (i64 k = k0; k < std::min(k0 + NARROW, h.d_k); ++k) {
@@ -235,7 +151,7 @@ template <class D> void quantise_columns(const Head<D> &h, const Scratch<D> &scr
 }
 
 // The largest magnitude of every channel; returns the largest of all. Floats of one sign are ordered as their bits are.
-template <class D> typename D::Word find_magnitudes(const Head<D> &h, typename D::Word *__restrict magnitude) {
+template <class D> typename D::Word find_magnitudes(const Int8Head<D> &h, typename D::Word *__restrict magnitude) {
     using Word = typename D::Word;
     std::fill_n(magnitude, h.d_k, Word(0));
     if (h.stride_k == 1)
@@ -257,9 +173,9 @@ template <class D> typename D::Word find_magnitudes(const Head<D> &h, typename D
 }
 
 // Returns false, with nothing stored, if neither axis is contiguous or an element is NaN or infinite.
-template <class D> bool compress_head(const Head<D> &h, const Scratch<D> &scratch, float largest_scale, Report &report) {
+template <class D> bool compress_head(const Int8Head<D> &h, const Scratch<D> &scratch, float largest_scale, Report &report) {
     if (h.stride_k != 1 && h.stride_v != 1) return false;
-    const Head<D> wide = h.folded();
+    const Int8Head<D> wide = h.folded();
     typename D::Word *magnitude = scratch.magnitude.get();
     const typename D::Word largest = find_magnitudes(wide, magnitude);
     if (largest >= D::NON_FINITE) return false;
@@ -276,7 +192,7 @@ template <class D> bool compress_head(const Head<D> &h, const Scratch<D> &scratc
 }
 
 // What compress_head leaves: an ordinary copy of the head, with zeros for what is not finite, is compressed.
-template <class D> void compress_packed(Head<D> h, const Scratch<D> &scratch, float largest_scale, Report &report) {
+template <class D> void compress_packed(Int8Head<D> h, const Scratch<D> &scratch, float largest_scale, Report &report) {
     typename D::Word *packed = scratch.packed.get();
     for (i64 v = 0; v < h.d_v; ++v)
         for (i64 k = 0; k < h.d_k; ++k) {
@@ -290,23 +206,16 @@ template <class D> void compress_packed(Head<D> h, const Scratch<D> &scratch, fl
 }
 
 template <class D> void compress(const Job &job) {
-    const i64 num_tasks = job.num_slots * job.num_layers * job.num_heads;
-#pragma omp parallel num_threads(int(job.num_threads))
-    {
-        const Scratch<D> scratch(job.d_v, job.d_k);
-#pragma omp for schedule(dynamic, 4)
-        for (i64 task = 0; task < num_tasks; ++task) {
-            Head<D> h(job, task);
-            if (task + 1 < num_tasks) h.next = Head<D>(job, task + 1).state;
-            Report report;
-            if (!compress_head(h, scratch, job.largest_scale, report)) compress_packed(h, scratch, job.largest_scale, report);
-            report.write(job.report + task * 3);
-        }
-    }
+    each_head<D, Scratch<D>>(job, [&](const Head<D> &head, const Scratch<D> &scratch, double *out) {
+        const Int8Head<D> h(job, head);
+        Report report;
+        if (!compress_head(h, scratch, job.largest_scale, report)) compress_packed(h, scratch, job.largest_scale, report);
+        report.write(out);
+    });
 }
 
-template <class D> void restore_rows(const Head<D> &h, const Scratch<D> &scratch) {
-    const Head<D> wide = h.folded();
+template <class D> void restore_rows(const Int8Head<D> &h, const Scratch<D> &scratch) {
+    const Int8Head<D> wide = h.folded();
     for (i64 k = 0; k < h.d_k; ++k) scratch.scale[k] = D::Scale::load(h.scale[k]);
     for (i64 k = h.d_k; k < wide.d_k; ++k) scratch.scale[k] = scratch.scale[k - h.d_k];
     for (i64 v = 0; v < wide.d_v; ++v)
@@ -318,7 +227,7 @@ template <class D> void restore_rows(const Head<D> &h, const Scratch<D> &scratch
         });
 }
 
-template <class D> void restore_columns(const Head<D> &h, const Scratch<D> &scratch) {
+template <class D> void restore_columns(const Int8Head<D> &h, const Scratch<D> &scratch) {
     transpose(h.q, h.d_v, h.d_k, scratch.turned.get());
     for (i64 k = 0; k < h.d_k; ++k) {
         typename D::Word *__restrict x = h.state + k * h.stride_k;
@@ -328,8 +237,8 @@ template <class D> void restore_columns(const Head<D> &h, const Scratch<D> &scra
     }
 }
 
-template <class D> void restore_packed(const Head<D> &h, const Scratch<D> &scratch) {
-    Head<D> packed = h;
+template <class D> void restore_packed(const Int8Head<D> &h, const Scratch<D> &scratch) {
+    Int8Head<D> packed = h;
     packed.state = scratch.packed.get(), packed.stride_v = h.d_k, packed.stride_k = 1;
     restore_rows(packed, scratch);
     for (i64 v = 0; v < h.d_v; ++v)
@@ -337,18 +246,12 @@ template <class D> void restore_packed(const Head<D> &h, const Scratch<D> &scrat
 }
 
 template <class D> void restore(const Job &job) {
-    const i64 num_tasks = job.num_slots * job.num_layers * job.num_heads;
-#pragma omp parallel num_threads(int(job.num_threads))
-    {
-        const Scratch<D> scratch(job.d_v, job.d_k);
-#pragma omp for schedule(dynamic, 4)
-        for (i64 task = 0; task < num_tasks; ++task) {
-            const Head<D> h(job, task);
-            if (h.stride_k == 1) restore_rows(h, scratch);
-            else if (h.stride_v == 1) restore_columns(h, scratch);
-            else restore_packed(h, scratch);
-        }
-    }
+    each_head<D, Scratch<D>>(job, [&](const Head<D> &head, const Scratch<D> &scratch, double *) {
+        const Int8Head<D> h(job, head);
+        if (h.stride_k == 1) restore_rows(h, scratch);
+        else if (h.stride_v == 1) restore_columns(h, scratch);
+        else restore_packed(h, scratch);
+    });
 }
 
 // The report of a codec that stores a state as it is: its energy and what is non-finite in it.
@@ -379,9 +282,9 @@ template <class D> void measure(const Job &job) {
 }  // namespace
 
 #define EXPORT(name, D)                                                    \
-    extern "C" void compress_##name(const Job *job) { compress<D>(*job); } \
-    extern "C" void restore_##name(const Job *job) { restore<D>(*job); }   \
-    extern "C" void measure_##name(const Job *job) { measure<D>(*job); }
+    extern "C" void compress_int8_##name(const Job *job) { compress<D>(*job); } \
+    extern "C" void restore_int8_##name(const Job *job) { restore<D>(*job); }   \
+    extern "C" void compress_none_##name(const Job *job) { measure<D>(*job); }
 
 EXPORT(float32, Float32)
 EXPORT(bfloat16, BFloat16)
