@@ -15,7 +15,10 @@ from mamba_checkpoint_cache.codec import cpu_build
 from mamba_checkpoint_cache.codec.cpu_build import load_kernels
 
 SYMBOLS = [
-    f"{operation}_{dtype}" for operation in ("compress", "restore", "measure") for dtype in ("float32", "bfloat16", "float16")
+    f"{operation}_{codec}_{dtype}"
+    for operation in ("compress", "restore")
+    for codec in ("int16", "int8", "int8_pivot", "int5_pivot")
+    for dtype in ("float32", "bfloat16", "float16")
 ]
 
 
@@ -114,12 +117,12 @@ def test_a_directory_open_to_others(compiler: Path, tmp_path: Path) -> None:
 
 def test_what_the_library_depends_on(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another source, other flags or another processor make another library."""
-    first = cpu_build._fingerprint(b"source", str(compiler))
+    first = cpu_build._fingerprint({"a.cpp": b"source", "a.h": b""}, str(compiler))
 
-    assert cpu_build._fingerprint(b"source", str(compiler)) == first
-    assert cpu_build._fingerprint(b"other source", str(compiler)) != first
+    assert cpu_build._fingerprint({"a.cpp": b"source", "a.h": b""}, str(compiler)) == first
+    assert cpu_build._fingerprint({"a.cpp": b"source", "a.h": b"other"}, str(compiler)) != first
     monkeypatch.setattr(cpu_build, "_processor", lambda: "another")
-    assert cpu_build._fingerprint(b"source", str(compiler)) != first
+    assert cpu_build._fingerprint({"a.cpp": b"source", "a.h": b""}, str(compiler)) != first
 
 
 def test_several_builders_at_once(compiler: Path, tmp_path: Path) -> None:
@@ -129,6 +132,6 @@ def test_several_builders_at_once(compiler: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         libraries = list(pool.map(lambda _: cpu_build._load(str(compiler), directory), range(3)))
 
-    assert all(library.compress_float32 for library in libraries)
+    assert all(library.compress_int8_float32 for library in libraries)
     assert compilations(tmp_path) == 3
     assert [path.suffix for path in directory.iterdir()] == [".so"]

@@ -100,7 +100,11 @@ def test_the_named_command_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     formats.main()
 
     assert capsys.readouterr().out == formats.markdown(drift(0.0), CODEC)
-    for command in ("bench drift --json drift.json", "bench codec --json codec.json", f"python -m {formats.__name__} drift.json"):
+    for command in (
+        "bench drift --prompt-count 64 --json drift.json",
+        "bench codec --json codec.json",
+        f"python -m {formats.__name__} drift.json",
+    ):
         assert command in README
 
 

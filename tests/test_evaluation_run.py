@@ -107,7 +107,7 @@ def test_capacity_is_that_of_real_pools(made: tuple[dict[str, Any], str], model:
 
     assert (native["bits_per_element"], native["slots"]) == (32.0, 100)
     assert int8["bits_per_element"] == 8 + 32 / 16
-    assert int8["bytes_per_checkpoint"] == CheckpointPool(spec, 1).bytes_per_slot
+    assert int8["bytes_per_checkpoint"] == CheckpointPool(spec, 1, codec="int8").bytes_per_slot
     assert (int8["slots"] + 1) * int8["bytes_per_checkpoint"] <= 101 * native["bytes_per_checkpoint"]
     assert (int8["slots"] + 2) * int8["bytes_per_checkpoint"] > 101 * native["bytes_per_checkpoint"]
     assert [len(result["state_error"]["int8"]), len(result["state_error"]["int8"][0])] == [2, 2]

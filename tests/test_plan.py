@@ -56,7 +56,7 @@ def test_a_planned_pool_fits_and_one_more_slot_does_not() -> None:
     memory = 300_000
     figures = plan("small", SMALL, codec="int8", memory_bytes=memory)
 
-    reserved = [CheckpointPool(SMALL, figures.checkpoint_slots + more).snapshot().bytes_reserved for more in (0, 1)]
+    reserved = [CheckpointPool(SMALL, figures.checkpoint_slots + more, codec="int8").snapshot().bytes_reserved for more in (0, 1)]
 
     assert reserved[0] <= memory < reserved[1]
 

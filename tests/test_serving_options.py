@@ -8,10 +8,10 @@ from mamba_checkpoint_cache.serving.options import OptionError, ServeOptions
 
 
 def test_defaults_listen_locally_and_compress() -> None:
-    """Without options the server is not reachable from outside and stores int8."""
+    """Without options the server is not reachable from outside and stores the format that drifts least."""
     options = ServeOptions()
 
-    assert (options.host, options.codec, options.model) == ("127.0.0.1", "int8", "gdn-hybrid")
+    assert (options.host, options.codec, options.model) == ("127.0.0.1", "int8-pivot", "gdn-hybrid")
 
 
 SIZES = ["checkpoint_slots", "checkpoint_memory_bytes", "active_slots", "page_size", "chunk", "threads"]

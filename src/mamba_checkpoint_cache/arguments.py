@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from mamba_checkpoint_cache.codec import CODEC_NAMES, check_codec
+from mamba_checkpoint_cache.codec import BASELINE, CODEC_NAMES, check_codec
 from mamba_checkpoint_cache.codec.layered import split_choices
 from mamba_checkpoint_cache.evaluation.options import EvalOptions
 from mamba_checkpoint_cache.plan import DTYPES, parse_bytes
@@ -177,7 +177,7 @@ def add_plan(command: argparse.ArgumentParser) -> None:
         required=True,
         help="bytes for checkpoints, as 8GiB, 512MiB or 8GB; a drift guard takes one state more",
     )
-    _add_codec(command, ServeOptions().codec)
+    _add_codec(command, BASELINE)  # the figures that are commonly quoted
     for name, default in (("state", "fp32"), ("conv", "bf16")):
         command.add_argument(
             f"--{name}-dtype",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mamba_checkpoint_cache.arena import Arena
-from mamba_checkpoint_cache.codec import CODEC_NAMES, get_codec
+from mamba_checkpoint_cache.codec import CODEC_NAMES, DEFAULT_CODEC, get_codec
 from mamba_checkpoint_cache.codec.base import Codec
 from mamba_checkpoint_cache.codec.layered import codecs_by_layer
 from mamba_checkpoint_cache.codec.report import Report
@@ -153,7 +153,9 @@ class CheckpointPool:
         ValueError: if ``codec`` is unknown or does not fit ``spec``, or the device cannot hold the pool.
     """
 
-    def __init__(self, spec: StateSpec, slots: int, *, codec: str | Codec = "int8", device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, spec: StateSpec, slots: int, *, codec: str | Codec = DEFAULT_CODEC, device: torch.device | str = "cpu"
+    ) -> None:
         device = torch.device(device)
         self.spec = spec
         self.device = device

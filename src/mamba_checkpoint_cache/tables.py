@@ -119,7 +119,7 @@ def drift_table(result: Result) -> str:
             ["bits per element at 128 x 128", "fp32", "bf16"],
             ([row["format"], row["bits_fp32_128"], row["bits_bf16_128"]] for row in result["formats"]),
         ),
-        f"Mean KL {spans[0]} restore, and as a multiple of {result['baseline']}'s on the same prompts (95 % interval)",
+        f"Mean KL of the {spans[0]} restore, and as a multiple of {result['baseline']}'s on the same prompts (95 % interval)",
         columns(
             ["model", "task", "format", "KL (nats)", *spans],
             (
@@ -139,22 +139,22 @@ def _ratio(ratio: Result) -> str:
 
 def reuse_table(result: Result) -> str:
     """The knee of each codec: the distinct prefixes at which the reused share falls under half; and a replayed trace."""
-    arms = [[codec, *(result[codec][key] for key in ("slots", "bytes_per_slot", "knee"))] for codec in ("none", "int8")]
+    found = {codec: arm for codec, arm in result.items() if isinstance(arm, Mapping) and "knee" in arm}
+    arms = [[codec, *(arm[key] for key in ("slots", "bytes_per_slot", "knee"))] for codec, arm in found.items()]
     title = f"{result['state_dtype']} states, {size(result['pool_bytes'])} for each pool"
     knees = f"{title}\n\n{columns(['codec', 'slots', 'bytes per slot', 'knee (prefixes)'], arms)}"
     return f"{knees}\n\n{_trace_table(result['trace'])}" if "trace" in result else knees
 
 
 def _trace_table(trace: Result) -> str:
+    codecs = [name for name in trace["rows"][0] if name != "pool_bytes"]
     lines = [
-        [
-            size(row["pool_bytes"]),
-            *(cell for codec in ("none", "int8") for cell in (row[codec]["slots"], row[codec]["reused_share"])),
-        ]
+        [size(row["pool_bytes"]), *(cell for codec in codecs for cell in (row[codec]["slots"], row[codec]["reused_share"]))]
         for row in trace["rows"]
     ]
     title = f"{trace['requests']:,} recorded requests, states of {trace['model']}"
-    return f"{title}\n\n{columns(['pool', 'native slots', 'share reused', 'int8 slots', 'share reused'], lines)}"
+    headers = [header for codec in codecs for header in (f"{codec} slots", "share reused")]
+    return f"{title}\n\n{columns(['pool', *headers], lines)}"
 
 
 def sampling_table(result: Result) -> str:

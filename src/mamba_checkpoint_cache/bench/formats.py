@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mamba_checkpoint_cache.bench.drift import BOTH
+
 Result = Mapping[str, Any]
 
 
@@ -25,8 +27,8 @@ def markdown(drift: Result, codec: Result) -> str:
     once, *_, often = dict.fromkeys((row["hops"], row["tokens"]) for row in drift["ratios"])
     places = list(dict.fromkeys((row["model"], row["task"]) for row in drift["ratios"]))
     measured = [
-        *((f"{model}, {task}", (model, task, *once)) for model, task in places if task != "both"),
-        *((f"{model}, {often[0]} restores", (model, task, *often)) for model, task in places if task == "both"),
+        *((f"{model}, {task}", (model, task, *once)) for model, task in places if task != BOTH),
+        *((f"{model}, {often[0]} restores", (model, task, *often)) for model, task in places if task == BOTH),
     ]
     state, dtype = (codec["rows"][0][key] for key in ("shape", "dtype"))
     timed = {(row["device"], row["format"]): row for row in codec["rows"] if (row["shape"], row["dtype"]) == (state, dtype)}

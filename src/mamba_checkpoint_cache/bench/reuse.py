@@ -1,4 +1,4 @@
-"""How many distinct prefixes stay reusable in the same bytes, stored natively and as int8."""
+"""How many distinct prefixes stay reusable in the same bytes, stored natively, as int8 and in the default format."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 from mamba_checkpoint_cache.bench.one_thread import one_thread
-from mamba_checkpoint_cache.bench.trace import replay_trace
-from mamba_checkpoint_cache.codec import CODEC_NAMES
+from mamba_checkpoint_cache.bench.trace import ARMS, replay_trace
+from mamba_checkpoint_cache.codec import BASELINE
 from mamba_checkpoint_cache.integrations.probe import prepare_model
 from mamba_checkpoint_cache.pools import CheckpointPool
 from mamba_checkpoint_cache.serving.config import EngineConfig
@@ -20,7 +20,7 @@ from mamba_checkpoint_cache.serving.tokens import ByteTokens
 from mamba_checkpoint_cache.small_models.architectures import build_gdn_hybrid
 
 NATIVE_SLOTS = 48
-"""Slots of the native pool; the int8 pool has as many as fit the same bytes."""
+"""Slots of the native pool; the others have as many as fit the same bytes."""
 PREFIX_TOKENS = 32
 QUESTION_TOKENS = 8
 ROUNDS = 3
@@ -30,9 +30,10 @@ ROUNDS = 3
 def run(*, native_slots: int = NATIVE_SLOTS, trace: Path | None = None) -> dict[str, Any]:
     """The knee of each codec: the smallest number of distinct prefixes of whose prompts less than half is reused.
 
-    A model with two 128 × 128 heads in fp32 and random weights, served by the reference engine; both pools take ``pool_bytes``,
+    A model with two 128 × 128 heads in fp32 and random weights, served by the reference engine; all pools take ``pool_bytes``,
     padding row included. Prefixes come round after round in the same order, each with a new question: the hardest order for an
-    LRU, so that the knee is a cliff. ``curve`` has the reused share of each number of prefixes that was tried.
+    LRU, so that the knee is a cliff. ``curve`` has the reused share of each number of prefixes that was tried; ``bytes_ratio``
+    and ``knee_ratio`` are those of int8.
     With ``trace``, a recorded workload is replayed as well: see :func:`replay_trace`.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -45,12 +46,12 @@ def run(*, native_slots: int = NATIVE_SLOTS, trace: Path | None = None) -> dict[
         "state_dtype": str(model.spec.dtype).removeprefix("torch."),
         "pool_bytes": pool_bytes,
     }
-    slots = {codec: CheckpointPool.slots_for(model.spec, codec, pool_bytes) for codec in CODEC_NAMES}
+    slots = {codec: CheckpointPool.slots_for(model.spec, codec, pool_bytes) for codec in ARMS}
     with one_thread(), progress("requests", sum(map(_expected_requests, slots.values()))) as advance:
-        for codec in CODEC_NAMES:
+        for codec in ARMS:
             config = EngineConfig(checkpoint_slots=slots[codec], codec=codec, chunk=PREFIX_TOKENS)
             result[codec] = _find_knee(Engine(model, ByteTokens(), config), advance)
-    native, stored = result["none"], result["int8"]
+    native, stored = result["none"], result[BASELINE]
     result["bytes_ratio"] = native["bytes_per_slot"] / stored["bytes_per_slot"]
     result["knee_ratio"] = stored["knee"] / native["knee"]
     if trace is not None:

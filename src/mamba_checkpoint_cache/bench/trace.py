@@ -11,7 +11,7 @@ import torch
 
 from mamba_checkpoint_cache.bench.stand_in import TINY, NoCodec
 from mamba_checkpoint_cache.cache import PrefixCache
-from mamba_checkpoint_cache.codec import CODEC_NAMES
+from mamba_checkpoint_cache.codec import BASELINE, DEFAULT_CODEC
 from mamba_checkpoint_cache.model_configs import spec_from_config
 from mamba_checkpoint_cache.plan import named_config
 from mamba_checkpoint_cache.pools import ActivePool, CheckpointPool
@@ -23,6 +23,8 @@ BLOCK_TOKENS = 512
 """Tokens that one id of the recording stands for."""
 MODEL = "Qwen3-Next-80B-A3B"
 MEMORY_GIB = (8, 16, 32, 64)
+ARMS = ("none", BASELINE, DEFAULT_CODEC)
+"""What is compared: native states, the peer's format and the default."""
 
 
 class Recorded(NamedTuple):
@@ -33,7 +35,7 @@ class Recorded(NamedTuple):
 
 
 def replay_trace(path: Path) -> dict[str, Any]:
-    """``rows`` of the reused share of prompt tokens, native and int8, by the bytes of a pool for the states of a released model.
+    """``rows`` of the reused share of prompt tokens, by :data:`ARMS` and the bytes of a pool for the states of a released model.
 
     ``path`` is in the format of Mooncake's traces: lines of JSON with ``input_length`` and ``hash_ids``. Each prompt is matched,
     then checkpointed at its branch point and at its last whole block. There is no KV side: states alone limit what is reused.
@@ -45,10 +47,10 @@ def replay_trace(path: Path) -> dict[str, Any]:
     recording = list(read_recording(path))
     spec = spec_from_config(named_config(MODEL)[1], state_dtype=torch.float32, conv_dtype=torch.bfloat16)
     rows = []
-    with progress("recorded requests", len(recording) * len(MEMORY_GIB) * len(CODEC_NAMES)) as advance:
+    with progress("recorded requests", len(recording) * len(MEMORY_GIB) * len(ARMS)) as advance:
         for gib in MEMORY_GIB:
             row: dict[str, Any] = {"pool_bytes": gib * 2**30}
-            for codec in CODEC_NAMES:
+            for codec in ARMS:
                 slots = CheckpointPool.slots_for(spec, codec, row["pool_bytes"])
                 row[codec] = {"slots": slots, "reused_share": reused_share(recording, slots, advance)}
             rows.append(row)

@@ -13,6 +13,8 @@ from mamba_checkpoint_cache.codec.reference import Int8Codec, Int16Codec, NoneCo
 FORMATS = {codec.name: codec for codec in (NoneCodec, Int16Codec, Int8Codec, Int8PivotCodec, Int5PivotCodec)}
 """Every format by its name, in plain torch: its definition."""
 CODEC_NAMES = tuple(FORMATS)
+BASELINE = Int8Codec.name
+"""The peer's format, which others are measured against."""
 DEFAULT_CODEC = Int8PivotCodec.name
 """The format with the least drift among those that take no more bytes than int8."""
 
@@ -51,4 +53,4 @@ def _plain(name: str, device: torch.device) -> Codec:
     return FORMATS[name]()
 
 
-__all__ = ["CODEC_NAMES", "DEFAULT_CODEC", "Codec", "check_codec", "get_codec"]
+__all__ = ["BASELINE", "CODEC_NAMES", "DEFAULT_CODEC", "Codec", "check_codec", "get_codec"]

@@ -92,7 +92,7 @@ class CpuNoneCodec(CpuCodec, NoneCodec):
         return super()._compress(call)
 
     def _restore(self, call: Call) -> None:
-        NoneCodec._restore(self, call)
+        copy_slots(call.stored["state"], call.stored_rows, call.state, call.state_rows)
 
 
 class CpuInt8Codec(CpuCodec, Int8Codec):

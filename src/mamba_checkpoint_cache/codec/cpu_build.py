@@ -64,7 +64,12 @@ def _cache_directory() -> Path:
 
 
 def _fingerprint(sources: Mapping[str, bytes], compiler: str) -> str:
-    parts = (repr(sources).encode(), repr((FLAGS, EXTRA_FLAGS)).encode(), _output_of(compiler, "--version").encode(), _processor().encode())
+    parts = (
+        repr(sources).encode(),
+        repr((FLAGS, EXTRA_FLAGS)).encode(),
+        _output_of(compiler, "--version").encode(),
+        _processor().encode(),
+    )
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 

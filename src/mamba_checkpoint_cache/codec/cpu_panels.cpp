@@ -1,9 +1,9 @@
 // int16 and the formats of pivot.py fused for the CPU: every layer and head of every slot in one call. Built by cpu_build.py.
 //
-// A head is read into panels: 16 of its channels side by side in float32, so that a vector holds one row of a panel, and a panel
-// stays in the innermost cache while it is rotated, predicted, quantised and measured. Whatever dtype a state has and however it
-// lies in memory, from there on all is the same. Results are bit for bit those of the definitions: sums run in their order, and
-// the compiler may neither contract to fused multiply-adds nor assume that there is no NaN.
+// A head is worked on in tiles of 16 rows by 16 channels in float32: a vector holds one row of a tile, and a tile fits the registers
+// while it is rotated. Whatever dtype a state has and however it lies in memory, from there on all is the same. Results are bit for
+// bit those of the definitions: sums run in their order, and the compiler may neither contract to fused multiply-adds nor assume
+// that there is no NaN.
 
 #include "cpu_common.h"
 
@@ -22,15 +22,15 @@ inline F all(float x) { return F{} + x; }
 inline I as_bits(F x) { I b; std::memcpy(&b, &x, sizeof b); return b; }
 inline F as_floats(I b) { F x; std::memcpy(&x, &b, sizeof x); return x; }
 inline F magnitude(F x) { return as_floats(as_bits(x) & 0x7fffffff); }
-// Numbers that are not negative are ordered as their bits are, and integers are compared in less time.
-inline F largest_of(F x, F so_far) { const I a = as_bits(magnitude(x)), b = as_bits(so_far); return as_floats(a > b ? a : b); }
-inline F larger(F a, F b) { return a > b ? a : b; }
-inline F smaller(F a, F b) { return a < b ? a : b; }
 inline I between(I x, i32 low, i32 high) { x = x < low ? I{} + low : x; return x > high ? I{} + high : x; }
 // Half to even; the magnitude must be under 2^22.
 inline F rounded(F x) { return (x + ROUND) - ROUND; }
 inline bool any(I x) { i32 found = 0; for (int i = 0; i < LANES; ++i) found |= x[i]; return found; }
-inline float sum(F x) { float s = 0; for (int i = 0; i < LANES; ++i) s += x[i]; return s; }
+inline double sum(F x) {
+    double total = 0;
+    for (int i = 0; i < 4; ++i) total += double((x[i] + x[i + 4]) + (x[i + 8] + x[i + 12]));
+    return total;
+}
 
 typedef u8 Bytes16 __attribute__((vector_size(LANES)));
 typedef u16 Words16 __attribute__((vector_size(2 * LANES)));
@@ -39,11 +39,17 @@ typedef u16 Words16 __attribute__((vector_size(2 * LANES)));
 #ifdef __AVX512F__
 inline I widen(Bytes16 x) { return I(_mm512_cvtepu8_epi32(__m128i(x))); }
 inline I widen(Words16 x) { return I(_mm512_cvtepu16_epi32(__m256i(x))); }
+inline I larger(I a, I b) { return I(_mm512_max_epi32(__m512i(a), __m512i(b))); }
 #else
 inline I widen(Bytes16 x) { return __builtin_convertvector(__builtin_convertvector(x, Words16), I); }
 inline I widen(Words16 x) { return __builtin_convertvector(x, I); }
+inline I larger(I a, I b) { return a > b ? a : b; }
 #endif
 inline I widen(I x) { return x; }
+inline F larger(F a, F b) { return a > b ? a : b; }
+inline F smaller(F a, F b) { return a < b ? a : b; }
+// Numbers that are not negative are ordered as their bits are, and integers are compared in less time.
+inline F largest_of(F x, F so_far) { return as_floats(larger(as_bits(magnitude(x)), as_bits(so_far))); }
 
 inline F interleave_first(F a, F b) {
 #if defined(__clang__)
@@ -94,7 +100,7 @@ template <class D> struct Words {
     static I narrow(F values) {
         const I b = as_bits(values);
         if constexpr (std::is_same_v<D, Float32>) return b;
-        else if constexpr (std::is_same_v<D, BFloat16>) return (b + 0x7fff + (b >> 16 & 1)) >> 16 & 0xffff;
+        else if constexpr (std::is_same_v<D, BFloat16>) return round_to_16(b) >> 16;
         else {
             const I sign = b >> 16 & 0x8000, size = b & 0x7fffffff;
             const I normal = (size + 0xfff + (size >> 13 & 1) - (112 << 23)) >> 13;
@@ -102,9 +108,11 @@ template <class D> struct Words {
             return sign | (size < 113 << 23 ? subnormal : normal);
         }
     }
+    static I round_to_16(I b) { return b + 0x7fff + (b >> 16 & 1); }  // half to even, on the upper 16 bits
     // What the dtype makes of float32 values.
     static F cast(F values) {
         if constexpr (std::is_same_v<D, Float32>) return values;
+        else if constexpr (std::is_same_v<D, BFloat16>) return as_floats(round_to_16(as_bits(values)) & ~0xffff);
         else return load(narrow(values));
     }
 };
@@ -122,68 +130,65 @@ public:
     float *floats() const { return reinterpret_cast<float *>(first); }
 };
 
-// Reads and writes a head 16 channels at a time: part p of a row is a vector. Channels beyond d_k are zeros.
+// Reads and writes tiles of a head. Part p of a row is a vector; rows beyond d_v and channels beyond d_k are zeros.
 template <class D> struct Access {
     using Word = typename D::Word;
     const Head<D> &h;
-    const i64 whole = h.d_k / LANES, next = h.next - h.state;
+    const i64 ahead = h.next - h.state;
     I seen = {};  // the largest magnitudes read so far, as words
 
-    F row(i64 v, i64 p) {
-        if (p < whole && h.stride_k == 1) return load(h.state + v * h.stride_v + p * LANES);
-        F x = {};
-        for (i64 k = p * LANES; k < std::min((p + 1) * LANES, h.d_k); ++k) {
-            const Word word = h.state[v * h.stride_v + k * h.stride_k];
-            seen[k % LANES] = std::max(seen[k % LANES], i32(word & D::MAGNITUDE));
-            x[k % LANES] = D::load(word);
-        }
-        return x;
-    }
-    void write(i64 v, i64 p, F x) const {
-        if (p < whole && h.stride_k == 1) return Words<D>::write(x, h.state + v * h.stride_v + p * LANES);
-        for (i64 k = p * LANES; k < std::min((p + 1) * LANES, h.d_k); ++k) h.state[v * h.stride_v + k * h.stride_k] = D::store(x[k % LANES]);
-    }
-    // 16 rows from v on, which may lie as columns in memory.
-    void tile(i64 v, i64 p, F *x) {
-        const i64 stride_v = h.stride_v, stride_k = h.stride_k, ahead = next;
-        const Word *from = h.state + v * stride_v + p * LANES * stride_k;
-        if (p == whole || (stride_k != 1 && stride_v != 1)) {
-            for (int i = 0; i < LANES; ++i) x[i] = row(v + i, p);
-            return;
-        }
-        const i64 stride = stride_k == 1 ? stride_v : stride_k;
-        I size = seen;
+    // 16 rows from v on.
+    void read(i64 v, i64 p, F *x) {
+        const i64 k = p * LANES;
+        if (!vectors(v, k)) return read_slowly(v, k, x);
+        const Word *from = first(v, k);
+        const i64 apart = h.stride_k == 1 ? h.stride_v : h.stride_k;
+        I largest = seen;
         for (int i = 0; i < LANES; ++i) {
-            const I words = Words<D>::read(from + i * stride), magnitudes = words & D::MAGNITUDE;
-            size = magnitudes > size ? magnitudes : size;
+            const I words = Words<D>::read(from + i * apart), size = words & D::MAGNITUDE;
+            largest = larger(size, largest);
             x[i] = Words<D>::load(words);
-            __builtin_prefetch(from + ahead + i * stride, 0, 2);
         }
-        seen = size;
-        if (stride_k != 1) transpose(x);
+        seen = largest;
+        if (h.stride_k != 1) transpose(x);
     }
-    void write_tile(i64 v, i64 p, F *x) const {
-        const i64 stride_v = h.stride_v, stride_k = h.stride_k;
-        Word *to = h.state + v * stride_v + p * LANES * stride_k;
-        if (p == whole || (stride_k != 1 && stride_v != 1)) {
-            for (int i = 0; i < LANES; ++i) write(v + i, p, x[i]);
-            return;
-        }
-        if (stride_k != 1) transpose(x);
-        const i64 stride = stride_k == 1 ? stride_v : stride_k;
-        for (int i = 0; i < LANES; ++i) Words<D>::write(x[i], to + i * stride);
+    void write(i64 v, i64 p, F *x) const {
+        const i64 k = p * LANES;
+        if (!vectors(v, k)) return write_slowly(v, k, x);
+        if (h.stride_k != 1) transpose(x);
+        Word *to = first(v, k);
+        const i64 apart = h.stride_k == 1 ? h.stride_v : h.stride_k;
+        for (int i = 0; i < LANES; ++i) Words<D>::write(x[i], to + i * apart);
+    }
+    // What read() will read, or write() write, of the next head.
+    template <bool WRITE> void prefetch(i64 v, i64 p) const {
+        const i64 apart = h.stride_k == 1 ? h.stride_v : h.stride_k;
+        const Word *at = first(v, p * LANES) + ahead;
+        for (int i = 0; i < LANES; ++i) __builtin_prefetch(at + i * apart, WRITE, 2);
     }
 
 private:
-    F load(const Word *from) {
-        const I words = Words<D>::read(from), size = words & D::MAGNITUDE;
-        seen = size > seen ? size : seen;
-        return Words<D>::load(words);
+    Word *first(i64 v, i64 k) const { return h.state + v * h.stride_v + k * h.stride_k; }
+    bool vectors(i64 v, i64 k) const {
+        return v + LANES <= h.d_v && k + LANES <= h.d_k && (h.stride_k == 1 || h.stride_v == 1);
+    }
+    void read_slowly(i64 v, i64 k, F *x) {
+        for (int i = 0; i < LANES; ++i) x[i] = F{};
+        for (i64 i = 0; i < std::min(h.d_v - v, i64(LANES)); ++i)
+            for (i64 j = 0; j < std::min(h.d_k - k, i64(LANES)); ++j) {
+                const Word word = *first(v + i, k + j);
+                seen[j] = std::max(seen[j], i32(word & D::MAGNITUDE));
+                x[i][j] = D::load(word);
+            }
+    }
+    void write_slowly(i64 v, i64 k, const F *x) const {
+        for (i64 i = 0; i < std::min(h.d_v - v, i64(LANES)); ++i)
+            for (i64 j = 0; j < std::min(h.d_k - k, i64(LANES)); ++j) *first(v + i, k + j) = D::store(x[i][j]);
     }
 };
 
-constexpr i64 MAX_BLOCK = 128;
-inline i64 block_of(i64 d_v) { return std::min(d_v & -d_v, MAX_BLOCK); }
+// Rows that are rotated together.
+inline i64 block_of(i64 d_v) { return std::min(d_v & -d_v, i64(LANES)); }
 
 // The random sign of a row: the top bit of its mixed number.
 inline float sign_of(i64 v) {
@@ -192,114 +197,95 @@ inline float sign_of(i64 v) {
     return mixed >> 31 ? -1.0f : 1.0f;
 }
 
-// Buffers of one thread: a head in float32, and what belongs to its channels and rows. The vectors of a row follow each other; the
-// stride from row to row is odd, lest the rows of one part fall on few lines of the cache.
-struct Panels {
-    i64 count, stride;
-    Vectors head, first, second, pivot, signs;
-    std::unique_ptr<u8[]> q, packed;
-
-    Panels(i64 d_v, i64 d_k)
-        : count((d_k + LANES - 1) / LANES), stride(count | 1), head(stride * d_v), first(count), second(count),
-          pivot(d_v / LANES + 1), signs(d_v / LANES + 1), q(new u8[d_v * count * LANES]), packed(new u8[d_v * d_k * 4]) {
-        for (i64 v = 0; v < d_v; ++v) signs.floats()[v] = sign_of(v);
-    }
-    F &at(i64 v, i64 p) const { return head.vectors()[v * stride + p]; }
-};
-
-// Butterflies of 2^STAGES rows in registers: between neighbours first, or last.
-template <int STAGES> [[gnu::always_inline]] inline void butterflies(F *row, bool near_first) {
+// Butterflies between the rows of a tile: of neighbours first, or last.
+template <int STAGES, bool NEAR_FIRST> inline void butterflies(F *row) {
 #pragma GCC unroll 4
     for (int step = 0; step < STAGES; ++step) {
-        const int stage = near_first ? step : STAGES - 1 - step;
+        const int bit = 1 << (NEAR_FIRST ? step : STAGES - 1 - step);
 #pragma GCC unroll 16
-        for (int i = 0; i < 1 << STAGES; ++i)
-            if (!(i >> stage & 1)) {
-                const F a = row[i], b = row[i | 1 << stage];
-                row[i] = a + b, row[i | 1 << stage] = a - b;
+        for (int i = 0; i < LANES; ++i)
+            if (!(i & bit)) {
+                const F a = row[i], b = row[i | bit];
+                row[i] = a + b, row[i | bit] = a - b;
             }
     }
 }
 
-// The butterflies between rows at least apart, in the middle of a rotation: groups of 2^STAGES rows, all parts of a row together.
-template <int STAGES, class Load, class Store>
-[[gnu::always_inline]] inline void far_groups(i64 begin, i64 end, i64 block, i64 apart, bool near_first, Load load, Store store) {
-    for (i64 inner = 0; inner < apart; ++inner)
-        for (i64 p = begin; p < end; ++p) {
-            F row[1 << STAGES];
-#pragma GCC unroll 8
-            for (int i = 0; i < 1 << STAGES; ++i) row[i] = load(block + inner + i * apart, p);
-            butterflies<STAGES>(row, near_first);
-#pragma GCC unroll 8
-            for (int i = 0; i < 1 << STAGES; ++i) store(block + inner + i * apart, p, row[i]);
-        }
+template <bool NEAR_FIRST> inline void rotate(F *row, i64 block) {
+    if (block == 16) butterflies<4, NEAR_FIRST>(row);
+    else if (block == 8) butterflies<3, NEAR_FIRST>(row);
+    else if (block == 4) butterflies<2, NEAR_FIRST>(row);
+    else if (block == 2) butterflies<1, NEAR_FIRST>(row);
 }
 
-// A whole rotation of rows too few, or too odd in number, for registers; in place.
-void rotate_slowly(const Panels &panels, i64 begin, i64 end, i64 d_v, bool near_first) {
-    const i64 block = block_of(d_v);
-    for (i64 i = 1; i < block; i *= 2) {
-        const i64 apart = near_first ? i : block / 2 / i;
-        for (i64 v = 0; v < d_v; ++v)
-            for (i64 p = begin; p < end && !(v & apart); ++p) {
-                const F a = panels.at(v, p), b = panels.at(v + apart, p);
-                panels.at(v, p) = a + b, panels.at(v + apart, p) = a - b;
-            }
+// Buffers of one thread: a head in float32, and what belongs to its rows and channels. The vectors of a row follow each other; the
+// stride from row to row is odd, lest the rows of one part fall on few lines of the cache.
+struct Buffers {
+    i64 num_rows, count, stride, q_stride, block;
+    Vectors head_, gain_, scale_, signs_, back_, pivot_;
+    std::unique_ptr<u8[]> q_, packed;
+
+    Buffers(i64 d_v, i64 d_k)
+        : num_rows((d_v + LANES - 1) / LANES * LANES), count((d_k + LANES - 1) / LANES), stride(count | 1), q_stride(count * LANES),
+          block(block_of(d_v)), head_(stride * num_rows), gain_(count), scale_(count), signs_(num_rows / LANES), back_(num_rows / LANES),
+          pivot_(num_rows / LANES), q_(new u8[num_rows * q_stride]()), packed(new u8[d_v * d_k * 4]) {
+        for (i64 v = 0; v < num_rows; ++v) signs()[v] = sign_of(v) / float(block), u()[v] = 0;
     }
+    F *head() const { return head_.vectors(); }
+    F *gain() const { return gain_.vectors(); }
+    F *scale() const { return scale_.vectors(); }
+    float *signs() const { return signs_.floats(); }  // what rows are multiplied by before they are rotated,
+    float *back() const { return back_.floats(); }    // and after they were rotated back
+    float *u() const { return pivot_.floats(); }
+    u8 *q() const { return q_.get(); }
+};
+
+// A sum of squares for the report, in several parts, as one would wait for itself.
+struct Squares {
+    static constexpr int COUNT = 4;
+    F part[COUNT] = {};
+
+    void add(F x, int turn) { part[turn % COUNT] += x * x; }
+    double total() const { return sum((part[0] + part[1]) + (part[2] + part[3])); }
+};
+
+// Calls body(v, p, squares) for every tile; returns the total of the squares, which are summed up in float32 for few tiles only.
+template <class Body> [[gnu::always_inline]] inline double each_tile(const Buffers &buffers, Body body) {
+    double total = 0;
+    for (i64 v = 0; v < buffers.num_rows; v += LANES) {
+        Squares squares;
+        for (i64 p = 0; p < buffers.count; ++p) body(v, p, squares);
+        total += squares.total();
+    }
+    return total;
 }
 
-// H X of parts begin to end, rows near each other first. load_tile(v, p, rows) and load(v, p) give X; store(v, p, row) takes H X.
-template <class LoadTile, class Load, class Store>
-[[gnu::always_inline]] inline void rotate(const Panels &panels, i64 begin, i64 end, i64 d_v, LoadTile load_tile, Load load, Store store) {
-    const i64 block = block_of(d_v);
-    F *head = panels.head.vectors();
-    const i64 stride = panels.stride;
-    const auto middle = [=](i64 v, i64 p) { return head[v * stride + p]; };
-    if (block < 64) {
-        for (i64 v = 0; v < d_v; ++v)
-            for (i64 p = begin; p < end; ++p) panels.at(v, p) = load(v, p);
-        rotate_slowly(panels, begin, end, d_v, true);
-        for (i64 v = 0; v < d_v; ++v)
-            for (i64 p = begin; p < end; ++p) store(v, p, panels.at(v, p));
-        return;
-    }
-    for (i64 v = 0; v < d_v; v += LANES)
-        for (i64 p = begin; p < end; ++p) {
-            F row[LANES];
-            load_tile(v, p, row);
-            butterflies<4>(row, true);
-            for (int i = 0; i < LANES; ++i) head[(v + i) * stride + p] = row[i];
+// A head whose NaNs and infinities are replaced by zeros, in memory of its own; returns how many there were.
+template <class D> double clean(Head<D> &h, const Buffers &buffers) {
+    using Word = typename D::Word;
+    Word *to = reinterpret_cast<Word *>(buffers.packed.get());
+    double non_finite = 0;
+    for (i64 v = 0; v < h.d_v; ++v)
+        for (i64 k = 0; k < h.d_k; ++k) {
+            const Word word = h.state[v * h.stride_v + k * h.stride_k];
+            const bool finite = (word & D::MAGNITUDE) < D::NON_FINITE;
+            to[v * h.d_k + k] = finite ? word : Word(0);
+            non_finite += !finite;
         }
-    for (i64 v = 0; v < d_v; v += block)
-        if (block == 128) far_groups<3>(begin, end, v, LANES, true, middle, store);
-        else far_groups<2>(begin, end, v, LANES, true, middle, store);
+    h.state = to, h.next = to, h.stride_v = h.d_k, h.stride_k = 1;
+    return non_finite;
 }
 
-// H X of parts begin to end, rows far from each other first. load(v, p) gives X; store_tile(v, p, rows) and store(v, p, row) take H X.
-template <class Load, class StoreTile, class Store>
-[[gnu::always_inline]] inline void rotate_back(const Panels &panels, i64 begin, i64 end, i64 d_v, Load load, StoreTile store_tile, Store store) {
-    const i64 block = block_of(d_v);
-    F *head = panels.head.vectors();
-    const i64 stride = panels.stride;
-    const auto middle = [=](i64 v, i64 p, F x) { head[v * stride + p] = x; };
-    if (block < 64) {
-        for (i64 v = 0; v < d_v; ++v)
-            for (i64 p = begin; p < end; ++p) panels.at(v, p) = load(v, p);
-        rotate_slowly(panels, begin, end, d_v, false);
-        for (i64 v = 0; v < d_v; ++v)
-            for (i64 p = begin; p < end; ++p) store(v, p, panels.at(v, p));
-        return;
-    }
-    for (i64 v = 0; v < d_v; v += block)
-        if (block == 128) far_groups<3>(begin, end, v, LANES, false, load, middle);
-        else far_groups<2>(begin, end, v, LANES, false, load, middle);
-    for (i64 v = 0; v < d_v; v += LANES)
-        for (i64 p = begin; p < end; ++p) {
-            F row[LANES];
-            for (int i = 0; i < LANES; ++i) row[i] = head[(v + i) * stride + p];
-            butterflies<4>(row, false);
-            store_tile(v, p, row);
+// Compresses every head; compress_head(h, buffers, report) returns false if it came upon a NaN or an infinity.
+template <class D, class CompressHead> void compress_heads(const Job &job, CompressHead compress_head) {
+    each_head<D, Buffers>(job, [&](Head<D> h, const Buffers &buffers, double *out) {
+        Report report;
+        if (!compress_head(h, buffers, report)) {
+            report.non_finite = clean(h, buffers);
+            compress_head(h, buffers, report);
         }
+        report.write(out);
+    });
 }
 
 // Positive numbers in few bits; see Minifloat in pivot.py.
@@ -339,12 +325,6 @@ template <int BITS> inline void pack(u8 *packed, i64 i, u32 code) {
     byte = u8((i % PER_BYTE ? byte : 0) | code << (i % PER_BYTE * BITS));
 }
 
-// Rows of bytes between the buffer, where they are padded to whole vectors, and where they are stored.
-inline void copy_rows(const u8 *from, i64 from_stride, u8 *to, i64 to_stride, i64 num_rows, i64 width) {
-    if (from_stride == width && to_stride == width) std::memcpy(to, from, num_rows * width);
-    else for (i64 v = 0; v < num_rows; ++v) std::copy_n(from + v * from_stride, width, to + v * to_stride);
-}
-
 inline I read_codes(const u8 *from) { Bytes16 b; std::memcpy(&b, from, LANES); return widen(b); }
 inline void write_codes(I codes, u8 *to) { const Bytes16 b = __builtin_convertvector(codes, Bytes16); std::memcpy(to, &b, LANES); }
 
@@ -352,13 +332,26 @@ inline void write_codes(I codes, u8 *to) { const Bytes16 b = __builtin_convertve
 struct EightBits {
     static constexpr int LEVELS = 127, TENSORS = 1, OFFSET = 0;
 
-    static void put(const Job &job, i64 head, const u8 *q, i64 stride) {
-        copy_rows(q, stride, static_cast<u8 *>(job.stored[0]) + head * job.d_v * job.d_k, job.d_k, job.d_v, job.d_k);
+    static u8 *stored(const Job &job, i64 head) { return static_cast<u8 *>(job.stored[0]) + head * job.d_v * job.d_k; }
+    static bool in_place(const Job &job, const Buffers &buffers) { return job.d_k == buffers.q_stride && job.d_v == buffers.num_rows; }
+    // Where the codes are to be written, before put().
+    static u8 *target(const Job &job, i64 head, const Buffers &buffers) {
+        return in_place(job, buffers) ? stored(job, head) : buffers.q();
     }
-    static void take(const Job &job, i64 head, u8 *q, i64 stride) {
-        copy_rows(static_cast<u8 *>(job.stored[0]) + head * job.d_v * job.d_k, job.d_k, q, stride, job.d_v, job.d_k);
+    static void put(const Job &job, i64 head, const Buffers &buffers) {
+        if (!in_place(job, buffers)) copy_rows(buffers.q(), buffers.q_stride, stored(job, head), job.d_k, job);
+    }
+    static const u8 *take(const Job &job, i64 head, const Buffers &buffers) {
+        if (in_place(job, buffers)) return stored(job, head);
+        copy_rows(stored(job, head), job.d_k, buffers.q(), buffers.q_stride, job);
+        return buffers.q();
     }
     static F value(I code) { return __builtin_convertvector((code ^ 128) - 128, F); }
+
+private:
+    static void copy_rows(const u8 *from, i64 from_stride, u8 *to, i64 to_stride, const Job &job) {
+        for (i64 v = 0; v < job.d_v; ++v) std::copy_n(from + v * from_stride, job.d_k, to + v * to_stride);
+    }
 };
 
 // How q + OFFSET is stored: five bits, four of them two rows to a byte and the fifth eight rows to a byte.
@@ -367,27 +360,38 @@ struct FiveBits {
 
     static u8 *low(const Job &job, i64 head) { return static_cast<u8 *>(job.stored[0]) + head * packed_size<4>(job.d_v) * job.d_k; }
     static u8 *high(const Job &job, i64 head) { return static_cast<u8 *>(job.stored[1]) + head * packed_size<1>(job.d_v) * job.d_k; }
-    static void put(const Job &job, i64 head, const u8 *__restrict q, i64 stride) {
-        for (i64 v0 = 0; v0 < job.d_v; v0 += 8) {
-            u8 *__restrict to_low = low(job, head) + v0 / 2 * job.d_k, *__restrict to_high = high(job, head) + v0 / 8 * job.d_k;
-            const i64 rows = std::min(job.d_v - v0, i64(8));
-            std::fill_n(to_low, (rows + 1) / 2 * job.d_k, u8(0));
-            std::fill_n(to_high, job.d_k, u8(0));
-            for (i64 v = 0; v < rows; ++v)
-                for (i64 k = 0; k < job.d_k; ++k) {
-                    to_low[v / 2 * job.d_k + k] |= u8((q[(v0 + v) * stride + k] & 15) << v % 2 * 4);
-                    to_high[k] |= u8(q[(v0 + v) * stride + k] >> 4 << v);
-                }
+    static u8 *target(const Job &, i64, const Buffers &buffers) { return buffers.q(); }
+    static void put(const Job &job, i64 head, const Buffers &buffers) {
+        std::fill(buffers.q() + job.d_v * buffers.q_stride, buffers.q() + buffers.num_rows * buffers.q_stride, u8(0));
+        for (i64 v = 0; v < job.d_v; v += 8) {
+            const u8 *row[8];
+            for (int i = 0; i < 8; ++i) row[i] = buffers.q() + (v + i) * buffers.q_stride;
+            collect(row, job.d_k, high(job, head) + v / 8 * job.d_k);
+            for (int i = 0; i < 8 && v + i < job.d_v; i += 2) pair(row[i], row[i + 1], job.d_k, low(job, head) + (v + i) / 2 * job.d_k);
         }
     }
-    static void take(const Job &job, i64 head, u8 *__restrict q, i64 stride) {
-        for (i64 v = 0; v < job.d_v; ++v) {
-            const u8 *__restrict from_low = low(job, head) + v / 2 * job.d_k, *__restrict from_high = high(job, head) + v / 8 * job.d_k;
-            for (i64 k = 0; k < job.d_k; ++k)
-                q[v * stride + k] = u8((from_low[k] >> v % 2 * 4 & 15) | (from_high[k] >> v % 8 & 1) << 4);
-        }
+    static const u8 *take(const Job &job, i64 head, const Buffers &buffers) {
+        for (i64 v = 0; v < job.d_v; ++v)
+            join(low(job, head) + v / 2 * job.d_k, high(job, head) + v / 8 * job.d_k, int(v % 2 * 4), int(v % 8), job.d_k,
+                 buffers.q() + v * buffers.q_stride);
+        return buffers.q();
     }
     static F value(I code) { return __builtin_convertvector(code - OFFSET, F); }
+
+private:
+    static void pair(const u8 *__restrict a, const u8 *__restrict b, i64 count, u8 *__restrict to) {
+        for (i64 k = 0; k < count; ++k) to[k] = u8((a[k] & 15) | b[k] << 4);
+    }
+    static void collect(const u8 *const *row, i64 count, u8 *__restrict to) {
+        for (i64 k = 0; k < count; ++k) to[k] = row[0][k] >> 4;
+        for (int i = 1; i < 8; ++i) add(row[i], i, count, to);
+    }
+    static void add(const u8 *__restrict from, int shift, i64 count, u8 *__restrict to) {
+        for (i64 k = 0; k < count; ++k) to[k] |= u8(from[k] >> 4 << shift);
+    }
+    static void join(const u8 *__restrict from_low, const u8 *__restrict from_high, int low_shift, int high_shift, i64 count, u8 *__restrict to) {
+        for (i64 k = 0; k < count; ++k) to[k] = u8((from_low[k] >> low_shift & 15) | (from_high[k] >> high_shift & 1) << 4);
+    }
 };
 
 // Where a head of a pivot format is stored. The names are those of pivot.py.
@@ -410,162 +414,162 @@ template <class D, class Q> struct Stored {
     }
 };
 
-// What a panel adds to the report; two sums each, as one would wait for itself.
-template <class D> struct Sums {
-    Report &report;
-    F signal[2] = {}, error[2] = {};
-    i64 count = 0;
+// From the rotated basis, in units of power, to a tile as it is restored.
+template <class D> struct Restore {
+    const i64 block;
+    const float *back;
+    const float limit = D::load(typename D::Word(D::NON_FINITE - 1));
+    const bool near_limit;
 
-    void add(F x, F restored, int turn) {
-        const F s = x * report.unit, e = (x - Words<D>::cast(restored)) * report.unit;
-        signal[turn] += s * s;
-        error[turn] += e * e;
-        if (++count == 2 * RUN) flush();
+    Restore(const Buffers &buffers, float power)
+        : block(buffers.block), back(buffers.back()), near_limit(power > limit * 0x1p-20f) {  // else no sum of a tile is that large
+        for (i64 v = 0; v < buffers.num_rows; ++v) buffers.back()[v] = buffers.signs()[v] * float(block) * power;
     }
-    void flush() {
-        report.signal += sum(signal[0]) + sum(signal[1]), report.error += sum(error[0]) + sum(error[1]);
-        signal[0] = signal[1] = error[0] = error[1] = F{}, count = 0;
+    void operator()(i64 v, F *row) const {
+        rotate<false>(row, block);
+        for (int i = 0; i < LANES; ++i) row[i] = row[i] * back[v + i];
+        if (near_limit)
+            for (int i = 0; i < LANES; ++i) row[i] = smaller(larger(row[i], all(-limit)), all(limit));
     }
 };
 
-// A head whose NaNs and infinities are replaced by zeros, in memory of its own; returns how many there were.
-template <class D> double clean(Head<D> &h, const Panels &panels) {
-    using Word = typename D::Word;
-    Word *to = reinterpret_cast<Word *>(panels.packed.get());
-    double non_finite = 0;
-    for (i64 v = 0; v < h.d_v; ++v)
-        for (i64 k = 0; k < h.d_k; ++k) {
-            const Word word = h.state[v * h.stride_v + k * h.stride_k];
-            const bool finite = (word & D::MAGNITUDE) < D::NON_FINITE;
-            to[v * h.d_k + k] = finite ? word : Word(0);
-            non_finite += !finite;
-        }
-    h.state = to, h.next = to, h.stride_v = h.d_k, h.stride_k = 1;
-    return non_finite;
+// The pivot channel in odd integers; returns the sum of their squares.
+template <class S> float find_pivot(const S &stored, const Buffers &buffers, i64 d_v, i64 pivot, float largest, float unit) {
+    constexpr int N = S::N;
+    const float step = largest * unit / N, *channel = buffers.head_.floats() + pivot;
+    i32 square = 0;
+    for (i64 v = 0; v < d_v; ++v) {
+        const float level = std::floor(channel[v * buffers.stride * LANES] * unit / (step > 0 ? step : 1.0f));
+        pack<S::PIVOT_BITS>(stored.pivot, v, u32(int(std::clamp(level, float(-N), float(N - 1))) + N));
+        const float u = buffers.u()[v] = stored.u(v);
+        square += int(u) * int(u);
+    }
+    return float(square);
 }
 
-// Restored rows: from the rotated basis, in units of power, to what the dtype can hold.
-template <class D> struct Finish {
-    const float *sign;
-    float power;
-    const float limit = D::load(typename D::Word(D::NON_FINITE - 1));
-    const bool near_limit = power > limit * 0x1p-20f;  // else no sum of a head can be that large
-
-    F operator()(F x, i64 v) const {
-        x = x * (sign[v] * power);
-        return near_limit ? smaller(larger(x, all(-limit)), all(limit)) : x;
+// Gains and scales of the parts from begin on, stored and in the buffers; returns their signal energy in the rotated basis.
+template <class S, int LEVELS, int WIDTH>
+double find_scales(const S &stored, const Buffers &buffers, i64 d_k, i64 begin, float square, float unit) {
+    using Gain = typename S::Gain;
+    const F *head = buffers.head() + begin;
+    const float *u = buffers.u();
+    const i64 stride = buffers.stride;
+    F total[WIDTH] = {}, most[WIDTH] = {}, gain[WIDTH];
+    double energy = 0;
+    for (i64 v0 = 0; v0 < buffers.num_rows; v0 += RUN) {
+        Squares signal;
+        for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); ++v)
+            for (int i = 0; i < WIDTH; ++i) {
+                const F r = head[v * stride + i] * unit;
+                total[i] = total[i] + r * u[v];
+                signal.add(r, i);
+            }
+        energy += signal.total();
     }
-};
+    for (int i = 0; i < WIDTH; ++i) {
+        const F exact = total[i] / square;
+        const I codes = Gain::code_nearest(magnitude(exact) * float(2 * S::N)) | (exact < 0.0f ? I{} + (1 << Gain::BITS) : I{});
+        buffers.gain()[begin + i] = gain[i] = S::gain_of(codes);
+        for (i64 k = (begin + i) * LANES; k < std::min((begin + i + 1) * LANES, d_k); ++k)
+            pack<S::GAIN_BITS>(stored.gain, k, u32(codes[k % LANES]));
+    }
+    for (i64 v = 0; v < buffers.num_rows; ++v)
+        for (int i = 0; i < WIDTH; ++i) most[i] = largest_of(head[v * stride + i] * unit - gain[i] * u[v], most[i]);
+    for (int i = 0; i < WIDTH; ++i) {
+        const I codes = Scale::code_up(most[i] / float(LEVELS));
+        buffers.scale()[begin + i] = Scale::value(codes);
+        for (i64 k = (begin + i) * LANES; k < std::min((begin + i + 1) * LANES, d_k); ++k) stored.scale[k] = u8(codes[k % LANES]);
+    }
+    return energy;
+}
 
 // Returns false, with nothing of use stored, if an element is NaN or infinite.
-template <class D, class Q> bool compress_pivot_head(const Job &job, const Head<D> &h, const Panels &panels, Report &report) {
+template <class D, class Q> bool compress_pivot_head(const Job &job, const Head<D> &h, const Buffers &buffers, Report &report) {
     using S = Stored<D, Q>;
-    using Gain = typename S::Gain;
-    constexpr int N = S::N;
     const S stored(job, h.stored);
-    const i64 q_stride = panels.count * LANES;
-    const float *sign = panels.signs.floats(), per_block = 1.0f / float(block_of(h.d_v));
-    float *u = panels.pivot.floats();
-    F *head = panels.head.vectors();
-    const i64 stride = panels.stride;
-    u8 *codes_of_q = panels.q.get();
-    F *largest = panels.first.vectors();
+    const i64 stride = buffers.stride, q_stride = buffers.q_stride, block = buffers.block;
+    const float *sign = buffers.signs(), *u = buffers.u();
+    F *head = buffers.head(), *gain = buffers.gain(), *scale = buffers.scale(), *largest = gain;
+    u8 *codes = Q::target(job, h.stored, buffers);
     Access<D> access{h};
 
-    std::fill_n(largest, panels.count, F{});
-    rotate(
-        panels, 0, panels.count, h.d_v,
-        [&](i64 v, i64 p, F *rows) {
-            access.tile(v, p, rows);
-            for (int i = 0; i < LANES; ++i) rows[i] = rows[i] * (sign[v + i] * per_block);
-        },
-        [&](i64 v, i64 p) { return access.row(v, p) * (sign[v] * per_block); },
-        [&](i64 v, i64 p, F x) {
-            head[v * stride + p] = x;
-            largest[p] = largest_of(x, largest[p]);
-        });
+    std::fill_n(largest, buffers.count, F{});
+    each_tile(buffers, [&](i64 v, i64 p, Squares &) {
+        F row[LANES], most = largest[p];
+        access.read(v, p, row);
+        access.template prefetch<false>(v, p);
+        for (int i = 0; i < LANES; ++i) row[i] = row[i] * sign[v + i];
+        rotate<true>(row, block);
+        for (int i = 0; i < LANES; ++i) head[(v + i) * stride + p] = row[i], most = largest_of(row[i], most);
+        largest[p] = most;
+    });
     if (any(access.seen >= I{} + D::NON_FINITE)) return false;
 
-    const i64 pivot = std::max_element(panels.first.floats(), panels.first.floats() + h.d_k) - panels.first.floats();
-    const float top = panels.first.floats()[pivot];
-    *stored.exponent = u8(std::clamp(bits(top) >> 23, 1u, 253u));
-    const float power = stored.power(), unit = from_bits((254u - *stored.exponent) << 23), step = top * unit / N;
-    report.unit = unit;
-    i32 square = 0;
-    for (i64 v = 0; v < h.d_v; ++v) {
-        const float level = std::floor(panels.head.floats()[v * panels.stride * LANES + pivot] * unit / (step > 0 ? step : 1.0f));
-        pack<S::PIVOT_BITS>(stored.pivot, v, u32(int(std::clamp(level, float(-N), float(N - 1))) + N));
-        u[v] = stored.u(v);
-        square += int(u[v]) * int(u[v]);
-    }
+    const float *by_channel = reinterpret_cast<const float *>(largest);
+    const i64 pivot = std::max_element(by_channel, by_channel + h.d_k) - by_channel;
+    *stored.exponent = u8(std::clamp(bits(by_channel[pivot]) >> 23, 1u, 253u));
+    const float unit = report.unit = from_bits((254u - *stored.exponent) << 23);
+    const float square = find_pivot(stored, buffers, h.d_v, pivot, by_channel[pivot], unit);
+    double signal = 0;
+    i64 begin = 0;
+    for (; begin + 4 <= buffers.count; begin += 4) signal += find_scales<S, Q::LEVELS, 4>(stored, buffers, h.d_k, begin, square, unit);
+    for (; begin < buffers.count; ++begin) signal += find_scales<S, Q::LEVELS, 1>(stored, buffers, h.d_k, begin, square, unit);
+    report.signal = signal * double(block);
 
-    const Finish<D> finish{sign, power};
-    F *gain = panels.first.vectors(), *scale = panels.second.vectors();
-    const auto some = [&](i64 begin, auto width) {
-        F total[width] = {}, most[width] = {};
-        for (i64 v = 0; v < h.d_v; ++v)
-            for (int i = 0; i < width; ++i) total[i] = total[i] + head[v * stride + begin + i] * unit * u[v];
-        for (int i = 0; i < width; ++i) {
-            const F exact = total[i] / float(square);
-            const I codes = Gain::code_nearest(magnitude(exact) * float(2 * N)) | (exact < 0.0f ? I{} + (1 << Gain::BITS) : I{});
-            gain[begin + i] = S::gain_of(codes);
-            for (i64 k = (begin + i) * LANES; k < std::min((begin + i + 1) * LANES, h.d_k); ++k)
-                pack<S::GAIN_BITS>(stored.gain, k, u32(codes[k % LANES]));
-        }
-        for (i64 v = 0; v < h.d_v; ++v)
-            for (int i = 0; i < width; ++i)
-                most[i] = largest_of(head[v * stride + begin + i] * unit - gain[begin + i] * u[v], most[i]);
-        F inverse[width];
-        for (int i = 0; i < width; ++i) {
-            const I codes = Scale::code_up(most[i] / float(Q::LEVELS));
-            scale[begin + i] = Scale::value(codes), inverse[i] = 1.0f / scale[begin + i];
-            for (i64 k = (begin + i) * LANES; k < std::min((begin + i + 1) * LANES, h.d_k); ++k) stored.scale[k] = u8(codes[k % LANES]);
-        }
-        Sums<D> sums{report};
-        rotate_back(
-            panels, begin, begin + width, h.d_v,
-            [&](i64 v, i64 p) {
-                const F predicted = gain[p] * u[v], q = rounded((head[v * stride + p] * unit - predicted) * inverse[p - begin]);
-                write_codes(__builtin_convertvector(q, I) + Q::OFFSET, codes_of_q + v * q_stride + p * LANES);
-                return q * scale[p] + predicted;
-            },
-            [&](i64 v, i64 p, F *rows) {
-                F x[LANES];
-                access.tile(v, p, x);
-                for (int i = 0; i < LANES; ++i) sums.add(x[i], finish(rows[i], v + i), i % 2);
-            },
-            [&](i64 v, i64 p, F row) { sums.add(access.row(v, p), finish(row, v), v % 2); });
-        sums.flush();
+    // A rotation keeps sums of squares, so that the error may be measured before it is undone. What is not known then is how the
+    // result will be clamped, and rounded: in float32 that is next to nothing, unless the error itself is, or the elements are few.
+    const Restore<D> restore(buffers, stored.power());
+    const bool exactly = !std::is_same_v<D, Float32> || restore.near_limit || h.d_v * h.d_k < 4096;
+    const auto add_error = [&](i64 v, i64 p, F *row, Squares &error) {
+        F x[LANES];
+        restore(v, row);
+        access.read(v, p, x);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i) error.add((x[i] - Words<D>::cast(row[i])) * unit, i);
     };
-    i64 p = 0;
-    for (; p + 4 <= panels.count; p += 4) some(p, std::integral_constant<int, 4>());
-    for (; p < panels.count; ++p) some(p, std::integral_constant<int, 1>());
-    Q::put(job, h.stored, panels.q.get(), q_stride);
+    report.error = each_tile(buffers, [&](i64 v, i64 p, Squares &error) {
+        const F inverse = 1.0f / scale[p];
+        F row[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i) {
+            const F predicted = gain[p] * u[v + i], rest = head[(v + i) * stride + p] * unit - predicted;
+            const F q = rounded(rest * inverse), quantised = q * scale[p];
+            write_codes(__builtin_convertvector(q, I) + Q::OFFSET, codes + (v + i) * q_stride + p * LANES);
+            if (!exactly) error.add(rest - quantised, i);
+            row[i] = quantised + predicted;
+        }
+        if (exactly) add_error(v, p, row, error);
+    });
+    Q::put(job, h.stored, buffers);
+    if (exactly) return true;
+    report.error *= double(block);
+    if (report.error > 1e-6 * report.signal) return true;
+    report.error = each_tile(buffers, [&](i64 v, i64 p, Squares &error) {
+        F row[LANES];
+        for (int i = 0; i < LANES; ++i)
+            row[i] = Q::value(read_codes(codes + (v + i) * q_stride + p * LANES)) * scale[p] + gain[p] * u[v + i];
+        add_error(v, p, row, error);
+    });
     return true;
 }
 
 template <class D, class Q> void compress_pivot(const Job &job) {
-    each_head<D, Panels>(job, [&](Head<D> h, const Panels &panels, double *out) {
-        Report report;
-        if (!compress_pivot_head<D, Q>(job, h, panels, report)) {
-            report.non_finite = clean(h, panels);
-            compress_pivot_head<D, Q>(job, h, panels, report);
-        }
-        report.write(out);
+    compress_heads<D>(job, [&](const Head<D> &h, const Buffers &buffers, Report &report) {
+        return compress_pivot_head<D, Q>(job, h, buffers, report);
     });
 }
 
 template <class D, class Q> void restore_pivot(const Job &job) {
     using S = Stored<D, Q>;
-    each_head<D, Panels>(job, [&](const Head<D> &h, const Panels &panels, double *) {
+    each_head<D, Buffers>(job, [&](const Head<D> &h, const Buffers &buffers, double *) {
         const S stored(job, h.stored);
-        const i64 q_stride = panels.count * LANES;
-        const Finish<D> finish{panels.signs.floats(), stored.power()};
+        const Restore<D> restore(buffers, stored.power());
         const Access<D> access{h};
-        float *u = panels.pivot.floats();
-        F *gain = panels.first.vectors(), *scale = panels.second.vectors();
+        const i64 q_stride = buffers.q_stride;
+        float *u = buffers.u();
+        F *gain = buffers.gain(), *scale = buffers.scale();
         for (i64 v = 0; v < h.d_v; ++v) u[v] = stored.u(v);
-        for (i64 p = 0; p < panels.count; ++p) {
+        for (i64 p = 0; p < buffers.count; ++p) {
             I gain_codes = {}, scale_codes = {};
             for (i64 k = p * LANES; k < std::min((p + 1) * LANES, h.d_k); ++k) {
                 gain_codes[k % LANES] = i32(unpack<S::GAIN_BITS>(stored.gain, k));
@@ -573,96 +577,84 @@ template <class D, class Q> void restore_pivot(const Job &job) {
             }
             gain[p] = S::gain_of(gain_codes), scale[p] = Scale::value(scale_codes);
         }
-        u8 *q = panels.q.get();
-        Q::take(job, h.stored, q, q_stride);
-        rotate_back(
-            panels, 0, panels.count, h.d_v,
-            [&](i64 v, i64 p) { return Q::value(read_codes(q + v * q_stride + p * LANES)) * scale[p] + gain[p] * u[v]; },
-            [&](i64 v, i64 p, F *rows) {
-                for (int i = 0; i < LANES; ++i) rows[i] = finish(rows[i], v + i);
-                access.write_tile(v, p, rows);
-            },
-            [&](i64 v, i64 p, F row) { access.write(v, p, finish(row, v)); });
+        const u8 *codes = Q::take(job, h.stored, buffers);
+        each_tile(buffers, [&](i64 v, i64 p, Squares &) {
+            F row[LANES];
+            for (int i = 0; i < LANES; ++i)
+                row[i] = Q::value(read_codes(codes + (v + i) * q_stride + p * LANES)) * scale[p] + gain[p] * u[v + i];
+            restore(v, row);
+            access.template prefetch<true>(v, p);
+            access.write(v, p, row);
+        });
     });
 }
 
-// Calls step(v, p, rows, count) for all rows and parts of a head: 16 rows at a time, then one.
-template <class Tile, class Row> inline void in_tiles(const Panels &panels, i64 d_v, Tile tile, Row row) {
-    i64 v = 0;
-    for (; v + LANES <= d_v; v += LANES)
-        for (i64 p = 0; p < panels.count; ++p) tile(v, p);
-    for (; v < d_v; ++v)
-        for (i64 p = 0; p < panels.count; ++p) row(v, p);
+// q of 16 channels, or of those that there are.
+inline F read_shorts(const i16 *from, i64 width) {
+    Shorts codes = {};
+    if (width >= LANES) std::memcpy(&codes, from, sizeof codes);
+    else std::memcpy(&codes, from, width * sizeof(i16));
+    return __builtin_convertvector(__builtin_convertvector(codes, I), F);
+}
+inline void write_shorts(F values, i16 *to, i64 width) {
+    const Shorts codes = __builtin_convertvector(__builtin_convertvector(values, I), Shorts);
+    if (width >= LANES) std::memcpy(to, &codes, sizeof codes);
+    else std::memcpy(to, &codes, width * sizeof(i16));
 }
 
-template <class D> bool compress_int16_head(const Job &job, const Head<D> &h, const Panels &panels, Report &report) {
+// Returns false, with nothing stored, if an element is NaN or infinite.
+template <class D> bool compress_int16_head(const Job &job, const Head<D> &h, const Buffers &buffers, Report &report) {
     i16 *q = static_cast<i16 *>(job.stored[0]) + h.stored * h.d_v * h.d_k;
-    F *largest = panels.first.vectors(), *scale = panels.second.vectors();
+    F *head = buffers.head(), *largest = buffers.gain(), *scale = buffers.scale();
+    const i64 stride = buffers.stride;
     Access<D> access{h};
-    std::fill_n(largest, panels.count, F{});
-    const auto keep = [&](i64 v, i64 p, F x) {
-        panels.at(v, p) = x;
-        largest[p] = largest_of(x, largest[p]);
-    };
-    in_tiles(
-        panels, h.d_v,
-        [&](i64 v, i64 p) {
-            F x[LANES];
-            access.tile(v, p, x);
-            for (int i = 0; i < LANES; ++i) keep(v + i, p, x[i]);
-        },
-        [&](i64 v, i64 p) { keep(v, p, access.row(v, p)); });
+    std::fill_n(largest, buffers.count, F{});
+    each_tile(buffers, [&](i64 v, i64 p, Squares &) {
+        F row[LANES], most = largest[p];
+        access.read(v, p, row);
+        access.template prefetch<false>(v, p);
+        for (int i = 0; i < LANES; ++i) head[(v + i) * stride + p] = row[i], most = largest_of(row[i], most);
+        largest[p] = most;
+    });
     if (any(access.seen >= I{} + D::NON_FINITE)) return false;
 
-    report.unit = unit_of(*std::max_element(panels.first.floats(), panels.first.floats() + panels.count * LANES));
-    for (i64 p = 0; p < panels.count; ++p)
+    const float *by_channel = reinterpret_cast<const float *>(largest);
+    report.unit = unit_of(*std::max_element(by_channel, by_channel + h.d_k));
+    for (i64 p = 0; p < buffers.count; ++p)
         scale[p] = smaller(larger(largest[p], all(MIN_AMAX)) / 32767.0f, all(job.largest_scale));
-    std::copy_n(panels.second.floats(), h.d_k, static_cast<float *>(job.stored[1]) + h.stored * h.d_k);
-    Sums<D> sums{report};
-    for (i64 v = 0; v < h.d_v; ++v)
-        for (i64 p = 0; p < panels.count; ++p) {
-            const F x = panels.at(v, p), level = rounded(smaller(larger(x / scale[p], all(-32767.0f)), all(32767.0f)));
-            const Shorts codes = __builtin_convertvector(__builtin_convertvector(level, I), Shorts);
-            i16 *to = q + v * h.d_k + p * LANES;
-            if (p < access.whole) std::memcpy(to, &codes, sizeof codes);
-            else std::memcpy(to, &codes, 2 * (h.d_k - p * LANES));
-            sums.add(x, level * scale[p], p % 2);
-        }
-    sums.flush();
+    std::copy_n(reinterpret_cast<const float *>(scale), h.d_k, static_cast<float *>(job.stored[1]) + h.stored * h.d_k);
+    for (i64 v0 = 0; v0 < h.d_v; v0 += RUN) {
+        Squares signal, error;
+        for (i64 v = v0; v < std::min(v0 + RUN, h.d_v); ++v)
+            for (i64 p = 0; p < buffers.count; ++p) {
+                const F x = head[v * stride + p], level = rounded(smaller(larger(x / scale[p], all(-32767.0f)), all(32767.0f)));
+                write_shorts(level, q + v * h.d_k + p * LANES, h.d_k - p * LANES);
+                signal.add(x * report.unit, int(p));
+                error.add((x - Words<D>::cast(level * scale[p])) * report.unit, int(p));
+            }
+        report.signal += signal.total(), report.error += error.total();
+    }
     return true;
 }
 
 template <class D> void compress_int16(const Job &job) {
-    each_head<D, Panels>(job, [&](Head<D> h, const Panels &panels, double *out) {
-        Report report;
-        if (!compress_int16_head(job, h, panels, report)) {
-            report.non_finite = clean(h, panels);
-            compress_int16_head(job, h, panels, report);
-        }
-        report.write(out);
+    compress_heads<D>(job, [&](const Head<D> &h, const Buffers &buffers, Report &report) {
+        return compress_int16_head(job, h, buffers, report);
     });
 }
 
 template <class D> void restore_int16(const Job &job) {
-    each_head<D, Panels>(job, [&](const Head<D> &h, const Panels &panels, double *) {
+    each_head<D, Buffers>(job, [&](const Head<D> &h, const Buffers &buffers, double *) {
         const i16 *q = static_cast<const i16 *>(job.stored[0]) + h.stored * h.d_v * h.d_k;
-        std::copy_n(static_cast<const float *>(job.stored[1]) + h.stored * h.d_k, h.d_k, panels.second.floats());
+        F *scale = buffers.scale();
+        std::copy_n(static_cast<const float *>(job.stored[1]) + h.stored * h.d_k, h.d_k, reinterpret_cast<float *>(scale));
         const Access<D> access{h};
-        const auto restored = [&](i64 v, i64 p) {
-            Shorts codes = {};
-            const i16 *from = q + v * h.d_k + p * LANES;
-            if (p < access.whole) std::memcpy(&codes, from, sizeof codes);
-            else std::memcpy(&codes, from, 2 * (h.d_k - p * LANES));
-            return __builtin_convertvector(__builtin_convertvector(codes, I), F) * panels.second.vectors()[p];
-        };
-        in_tiles(
-            panels, h.d_v,
-            [&](i64 v, i64 p) {
-                F rows[LANES];
-                for (int i = 0; i < LANES; ++i) rows[i] = restored(v + i, p);
-                access.write_tile(v, p, rows);
-            },
-            [&](i64 v, i64 p) { access.write(v, p, restored(v, p)); });
+        each_tile(buffers, [&](i64 v, i64 p, Squares &) {
+            F row[LANES] = {};
+            for (i64 i = 0; i < std::min(h.d_v - v, i64(LANES)); ++i)
+                row[i] = read_shorts(q + (v + i) * h.d_k + p * LANES, h.d_k - p * LANES) * scale[p];
+            access.write(v, p, row);
+        });
     });
 }
 

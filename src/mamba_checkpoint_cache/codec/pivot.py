@@ -17,7 +17,7 @@ from torch import Tensor
 from mamba_checkpoint_cache.codec.call import Field
 from mamba_checkpoint_cache.codec.reference import TableCodec, measure
 
-MAX_BLOCK = 128
+MAX_BLOCK = 16
 """Rows that are rotated together at most."""
 ONE = 127
 """The exponent byte of a float32 in [1, 2)."""
@@ -92,7 +92,7 @@ class PivotCodec(TableCodec):
     """``levels`` on either side of zero for what a prediction from one channel leaves, in a rotated basis.
 
     For one head ``X`` (float32, NaN and infinities taken as 0), with ``B`` the largest power of two that divides ``d_v``, at most
-    128, ``H`` the Hadamard matrix of order B on each block of B rows, and ``D`` fixed random signs:
+    16, ``H`` the Hadamard matrix of order B on each block of B rows, and ``D`` fixed random signs:
 
     1. ``R = (H D X / B) / 2^e``, where ``e`` brings the largest magnitude of R into [1, 2); the pivot is the channel it lies in.
     2. ``u``: the pivot in odd integers, ``2 floor(n p / max|p|) + 1`` within ``±(2n - 1)``, ``n = 2^(pivot_bits - 1)``.

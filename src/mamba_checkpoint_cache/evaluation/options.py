@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mamba_checkpoint_cache.codec import CODEC_NAMES, check_codec
+from mamba_checkpoint_cache.codec import BASELINE, CODEC_NAMES, DEFAULT_CODEC, check_codec
 from mamba_checkpoint_cache.drift.budget import DriftBudget
 from mamba_checkpoint_cache.serving.options import OptionError
 from mamba_checkpoint_cache.small_models import DEFAULT_MODEL
@@ -24,7 +24,7 @@ class EvalOptions:
     """
 
     model: str = DEFAULT_MODEL
-    codecs: tuple[str, ...] = CODEC_NAMES
+    codecs: tuple[str, ...] = ("none", BASELINE, DEFAULT_CODEC)
     prompts: Path | None = None
     prompt_count: int = 24
     prefix_tokens: int = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mamba_checkpoint_cache.codec.base import Codec
+from mamba_checkpoint_cache.codec import DEFAULT_CODEC, Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class EngineConfig:
     name: str = "model"
     active_slots: int = 8
     checkpoint_slots: int = 64
-    codec: str | Codec = "int8"
+    codec: str | Codec = DEFAULT_CODEC
     page_size: int = 1
     chunk: int = 64
     max_context: int = 4096

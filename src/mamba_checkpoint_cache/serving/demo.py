@@ -1,4 +1,4 @@
-"""The demo: a server, a workload of shared prefixes over HTTP, and what came of it, natively and as int8 in the same bytes."""
+"""The demo: a server, a workload of shared prefixes over HTTP, and what came of it; natively and as int8 in the same bytes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import httpx
 
+from mamba_checkpoint_cache.codec import BASELINE
 from mamba_checkpoint_cache.serving.options import OptionError, ServeOptions
 from mamba_checkpoint_cache.serving.progress import Advance, progress
 from mamba_checkpoint_cache.serving.scrape import Scrape
@@ -59,7 +60,7 @@ class Replay:
 
 
 def run(options: ServeOptions, workload: Workload | None = None) -> dict[str, Any]:
-    """Replay a workload with the codec of ``options``, then in exactly as many bytes natively, and with the default codec.
+    """Replay a workload with the codec of ``options``, then in exactly as many bytes natively, and as int8.
 
     The keys of the result are public; counts and bytes come from the server's ``/metrics``, latencies from the client. The server
     listens on a free port and is gone when this returns or raises, also by Ctrl-C, SIGTERM or SIGHUP.
@@ -77,7 +78,7 @@ def run(options: ServeOptions, workload: Workload | None = None) -> dict[str, An
         replays = {options.codec: _replay(options, workload)}
         pool_bytes = int(replays[options.codec].scrape.value("bytes", pool="checkpoint", kind="reserved"))
         equal = replace(options, checkpoint_slots=None, checkpoint_memory_bytes=pool_bytes)
-        for codec in ("none", ServeOptions().codec):
+        for codec in ("none", BASELINE):
             if codec not in replays:
                 replays[codec] = _replay(replace(equal, codec=codec), workload)
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mamba_checkpoint_cache.codec import check_codec
+from mamba_checkpoint_cache.codec import DEFAULT_CODEC, check_codec
 from mamba_checkpoint_cache.drift.budget import DriftBudget
 from mamba_checkpoint_cache.drift.guard import DriftGuard
 from mamba_checkpoint_cache.small_models import DEFAULT_MODEL
@@ -38,7 +38,7 @@ class ServeOptions:
     """
 
     model: str = DEFAULT_MODEL
-    codec: str = "int8"
+    codec: str = DEFAULT_CODEC
     checkpoint_slots: int | None = None
     checkpoint_memory_bytes: int | None = None
     active_slots: int = 8
