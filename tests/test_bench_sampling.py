@@ -40,7 +40,7 @@ def test_every_request_is_a_hit_and_both_engines_run_the_same(monkeypatch: pytes
 
     assert served[0.0] == served[1.0]
     assert all(cached >= 64 for requests in served[1.0][1:] for _, cached, _ in requests)
-    assert (result["rounds"], result["requests"], result["model"], result["codec"]) == (3, 6, "tiny", "int8")
+    assert (result["rounds"], result["requests"], result["model"], result["codec"]) == (3, 6, "tiny", "int8-pivot")
     assert result["checks"]["ok"] >= 1
     assert result["checks"]["failed"] == 0
     assert sum(result["checks"].values()) <= 8

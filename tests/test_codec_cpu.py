@@ -7,12 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from codec_contract import CodecContract
+from codec_contract import SIZES, CodecContract
 
 from mamba_checkpoint_cache.codec import cpu
-from mamba_checkpoint_cache.codec.cpu import CpuInt8Codec, CpuNoneCodec
+from mamba_checkpoint_cache.codec.cpu import (
+    CPU_CODECS,
+    CpuInt5PivotCodec,
+    CpuInt8Codec,
+    CpuInt8PivotCodec,
+    CpuInt16Codec,
+    CpuNoneCodec,
+)
 from mamba_checkpoint_cache.codec.cpu_build import load_kernels
-from mamba_checkpoint_cache.codec.reference import Int8Codec, NoneCodec
+from mamba_checkpoint_cache.codec.pivot import Int5PivotCodec, Int8PivotCodec
+from mamba_checkpoint_cache.codec.reference import Int8Codec, Int16Codec, NoneCodec, TableCodec
 from mamba_checkpoint_cache.state import StateSpec
 
 
@@ -24,6 +32,20 @@ class TestNone(CodecContract):
     codec, reference = CpuNoneCodec(), NoneCodec()
 
 
+class TestInt16(CodecContract):
+    codec, reference = CpuInt16Codec(), Int16Codec()
+
+
+class TestInt8Pivot(CodecContract):
+    codec, reference = CpuInt8PivotCodec(), Int8PivotCodec()
+    sizes = (*SIZES, (48, 40))
+
+
+class TestInt5Pivot(CodecContract):
+    codec, reference = CpuInt5PivotCodec(), Int5PivotCodec()
+    sizes = (*SIZES, (48, 40))
+
+
 class TestInt8OnThreads(CodecContract):
     codec, reference = CpuInt8Codec(), Int8Codec()
     sizes = ((40, 24),)
@@ -33,6 +55,10 @@ class TestInt8OnThreads(CodecContract):
         torch.set_num_threads(3)
         yield
         torch.set_num_threads(1)
+
+
+class TestPivotOnThreads(TestInt8OnThreads):
+    codec, reference = CpuInt8PivotCodec(), Int8PivotCodec()
 
 
 class TestWithoutKernels(CodecContract):
@@ -50,20 +76,25 @@ class TestNoneWithoutKernels(TestWithoutKernels):
     codec, reference = CpuNoneCodec(), NoneCodec()
 
 
+class TestPivotWithoutKernels(TestWithoutKernels):
+    codec, reference = CpuInt8PivotCodec(), Int8PivotCodec()
+
+
 def test_the_kernels_are_compiled_here() -> None:
     """The contract above tests compiled code, not the fallback."""
     assert load_kernels() is not None
 
 
-def test_the_compiled_code_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CPU_CODECS)
+def test_the_compiled_code_is_what_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused codec never goes through the reference when the kernels are there."""
-    monkeypatch.setattr(Int8Codec, "_encode", None)
-    monkeypatch.setattr(Int8Codec, "_decode", None)
-    spec = StateSpec(1, 1, 8, 8)
-    stored = CpuInt8Codec().allocate(spec, 1, torch.device("cpu"))
+    monkeypatch.setattr(TableCodec, "_compress", None)
+    monkeypatch.setattr(TableCodec, "_restore", None)
+    codec = CPU_CODECS[name]()
+    stored = codec.allocate(StateSpec(1, 1, 8, 8), 1, torch.device("cpu"))
 
-    CpuInt8Codec().compress(torch.ones(1, 1, 1, 8, 8), [0], stored, [0])
-    CpuInt8Codec().restore(stored, [0], torch.ones(1, 1, 1, 8, 8), [0])
+    codec.compress(torch.ones(1, 1, 1, 8, 8), [0], stored, [0])
+    codec.restore(stored, [0], torch.ones(1, 1, 1, 8, 8), [0])
 
 
 def test_other_python_threads_run_meanwhile() -> None:

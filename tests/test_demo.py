@@ -97,10 +97,10 @@ def test_drift_is_observed(result: dict[str, Any]) -> None:
 
 
 def test_the_codecs_are_compared_at_equal_bytes(result: dict[str, Any]) -> None:
-    """int8 has more slots than fp32 in the same bytes, and reuses more."""
-    native, stored = result["equal_memory"]["none"], result["equal_memory"]["int8"]
+    """Compressed, more slots than of fp32 lie in the same bytes, and more is reused; the default format takes no more than int8."""
+    native, int8, stored = (result["equal_memory"][codec] for codec in ("none", "int8", result["codec"]))
 
-    assert stored["slots"] == 14
+    assert stored["slots"] == 14 >= int8["slots"]
     assert 2.5 < (stored["slots"] + 1) / (native["slots"] + 1) < 3.5
     assert native["reuse_ratio"] < stored["reuse_ratio"] == result["reused_tokens"] / result["prompt_tokens"]
 

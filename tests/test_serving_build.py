@@ -104,7 +104,7 @@ def test_it_says_what_it_found(mode: Mode, level: str) -> None:
     assert found["model"]["name"] == "tiny"
     assert (found["continuation probe"]["found"], found["continuation probe"]["log_level"]) == ("as found", level)
     pools = found["pools"]
-    assert (pools["codec"], pools["checkpoint_slots"]) == ("int8", 5)
+    assert (pools["codec"], pools["checkpoint_slots"]) == ("int8-pivot", 5)
     assert pools["pool_bytes"] == 6 * pools["checkpoint_bytes"] < 6 * pools["native_bytes"]
 
 
