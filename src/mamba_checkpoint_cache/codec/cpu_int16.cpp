@@ -1,0 +1,84 @@
+// int16 of reference.py fused for the CPU: every layer and head of every slot in one call. Built by cpu_build.py.
+
+#include "cpu_tiles.h"
+
+namespace {
+
+// q of 16 channels, or of those that there are.
+inline F read_shorts(const i16 *from, i64 width) {
+    Shorts codes = {};
+    if (width >= LANES) std::memcpy(&codes, from, sizeof codes);
+    else std::memcpy(&codes, from, width * sizeof(i16));
+    return __builtin_convertvector(__builtin_convertvector(codes, I), F);
+}
+inline void write_shorts(F values, i16 *to, i64 width) {
+    const Shorts codes = __builtin_convertvector(__builtin_convertvector(values, I), Shorts);
+    if (width >= LANES) std::memcpy(to, &codes, sizeof codes);
+    else std::memcpy(to, &codes, width * sizeof(i16));
+}
+
+// Returns false, with nothing stored, if an element is NaN or infinite.
+template <class D> bool compress_int16_head(const Job &job, const Head<D> &h, const Buffers &buffers, Report &report) {
+    i16 *q = static_cast<i16 *>(job.stored[0]) + h.stored * h.d_v * h.d_k;
+    F *head = buffers.head(), *largest = buffers.gain(), *scale = buffers.scale();
+    const i64 stride = buffers.stride;
+    Access<D> access{h};
+    std::fill_n(largest, buffers.count, F{});
+    each_tile(buffers, [&](i64 v, i64 p, Squares &) {
+        F row[LANES], most = largest[p];
+        access.read(v, p, row);
+        access.template prefetch<false>(v, p);
+        for (int i = 0; i < LANES; ++i) head[(v + i) * stride + p] = row[i], most = largest_of(row[i], most);
+        largest[p] = most;
+    });
+    if (any(access.seen >= I{} + D::NON_FINITE)) return false;
+
+    const float *by_channel = reinterpret_cast<const float *>(largest);
+    report.unit = unit_of(*std::max_element(by_channel, by_channel + h.d_k));
+    for (i64 p = 0; p < buffers.count; ++p)
+        scale[p] = smaller(larger(largest[p], all(MIN_AMAX)) / 32767.0f, all(job.largest_scale));
+    std::copy_n(reinterpret_cast<const float *>(scale), h.d_k, static_cast<float *>(job.stored[1]) + h.stored * h.d_k);
+    for (i64 v0 = 0; v0 < h.d_v; v0 += RUN) {
+        Squares signal, error;
+        for (i64 v = v0; v < std::min(v0 + RUN, h.d_v); ++v)
+            for (i64 p = 0; p < buffers.count; ++p) {
+                const F x = head[v * stride + p], level = rounded(smaller(larger(x / scale[p], all(-32767.0f)), all(32767.0f)));
+                write_shorts(level, q + v * h.d_k + p * LANES, h.d_k - p * LANES);
+                signal.add(x * report.unit, int(p));
+                error.add((x - Words<D>::cast(level * scale[p])) * report.unit, int(p));
+            }
+        report.signal += signal.total(), report.error += error.total();
+    }
+    return true;
+}
+
+template <class D> void compress_int16(const Job &job) {
+    compress_heads<D>(job, [&](const Head<D> &h, const Buffers &buffers, Report &report) {
+        return compress_int16_head(job, h, buffers, report);
+    });
+}
+
+template <class D> void restore_int16(const Job &job) {
+    each_head<D, Buffers>(job, [&](const Head<D> &h, const Buffers &buffers, double *) {
+        const i16 *q = static_cast<const i16 *>(job.stored[0]) + h.stored * h.d_v * h.d_k;
+        F *scale = buffers.scale();
+        std::copy_n(static_cast<const float *>(job.stored[1]) + h.stored * h.d_k, h.d_k, reinterpret_cast<float *>(scale));
+        const Access<D> access{h};
+        each_tile(buffers, [&](i64 v, i64 p, Squares &) {
+            F row[LANES] = {};
+            for (i64 i = 0; i < std::min(h.d_v - v, i64(LANES)); ++i)
+                row[i] = read_shorts(q + (v + i) * h.d_k + p * LANES, h.d_k - p * LANES) * scale[p];
+            access.write(v, p, row);
+        });
+    });
+}
+
+}  // namespace
+
+#define EXPORT(name, D)                                                               \
+    extern "C" void compress_int16_##name(const Job *job) { compress_int16<D>(*job); } \
+    extern "C" void restore_int16_##name(const Job *job) { restore_int16<D>(*job); }
+
+EXPORT(float32, Float32)
+EXPORT(bfloat16, BFloat16)
+EXPORT(float16, Float16)
