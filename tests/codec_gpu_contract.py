@@ -11,10 +11,14 @@ import torch
 import triton.language as tl
 from codec_contract import CodecContract
 
-from mamba_checkpoint_cache.codec.gpu import GpuInt8Codec, GpuNoneCodec
-from mamba_checkpoint_cache.codec.reference import Int8Codec, NoneCodec
+from mamba_checkpoint_cache.codec.gpu import GpuInt5PivotCodec, GpuInt8Codec, GpuInt8PivotCodec, GpuInt16Codec, GpuNoneCodec
+from mamba_checkpoint_cache.codec.pivot import Int5PivotCodec, Int8PivotCodec
+from mamba_checkpoint_cache.codec.reference import Int8Codec, Int16Codec, NoneCodec
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+"""The interpreter computes with numpy, which warns of what a GPU does silently: numbers overflow before they are clamped."""
+
 SIZES = ((130, 36), (63, 1), (1, 133))
 
 
@@ -43,3 +47,18 @@ class TestInt8(CodecContract):
 class TestNone(CodecContract):
     codec, reference = GpuNoneCodec(), NoneCodec()
     device, sizes = DEVICE, SIZES[1:]
+
+
+class TestInt16(CodecContract):
+    codec, reference = GpuInt16Codec(), Int16Codec()
+    device, sizes = DEVICE, SIZES[1:]
+
+
+class TestInt8Pivot(CodecContract):
+    codec, reference = GpuInt8PivotCodec(), Int8PivotCodec()
+    device, sizes = DEVICE, ((80, 9), (130, 36))
+
+
+class TestInt5Pivot(CodecContract):
+    codec, reference = GpuInt5PivotCodec(), Int5PivotCodec()
+    device, sizes = DEVICE, ((63, 9),)

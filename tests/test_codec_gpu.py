@@ -21,8 +21,24 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mamba_checkpoint_cache.codec.gpu import COMPRESS_BLOCKS, COMPRESS_OPTIONS, RESTORE_BLOCKS, RESTORE_OPTIONS  # noqa: E402
+from mamba_checkpoint_cache.codec.gpu import (  # noqa: E402
+    COMPRESS_BLOCKS,
+    COMPRESS_OPTIONS,
+    PIVOT_COMPRESS_BLOCKS,
+    PIVOT_COMPRESS_OPTIONS,
+    PIVOT_RESTORE_BLOCKS,
+    PIVOT_RESTORE_OPTIONS,
+    RESTORE_BLOCKS,
+    RESTORE_OPTIONS,
+)
 from mamba_checkpoint_cache.codec.gpu_kernels import compress_kernel, restore_kernel  # noqa: E402
+from mamba_checkpoint_cache.codec.gpu_pivot_kernels import (  # noqa: E402
+    Code,
+    Head,
+    pivot_compress_kernel,
+    pivot_restore_kernel,
+)
+from mamba_checkpoint_cache.codec.pivot import precision_of  # noqa: E402
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 TARGETS = {
@@ -62,7 +78,7 @@ def source(
     known = {"NUM_LAYERS": 36, "NUM_HEADS": 32, "D_V": size[0], "D_K": size[1], contiguous: 1} | (known or {})
     known |= {"BLOCK_V": min(triton.next_power_of_2(size[0]), most_v), "BLOCK_K": min(triton.next_power_of_2(size[1]), most_k)}
     if kernel is compress_kernel:
-        known |= {"MIN_AMAX": MIN_AMAX, "LARGEST_SCALE": Int8Codec().largest_scale(dtype)}
+        known |= {"MIN_AMAX": MIN_AMAX, "LARGEST_SCALE": Int8Codec().largest_scale(dtype), "LEVELS": 127}
     pointers = {"p_state": TYPES[dtype], "p_q": "*i8", "p_scale": TYPES[Int8Codec().scale_dtype(dtype)], "p_report": "*fp64"}
     rows = {"p_state_rows": "*i64", "p_stored_rows": "*i64"}
     signature = {name: "constexpr" if name in known else (pointers | rows).get(name, "i64") for name in kernel.arg_names}
@@ -84,8 +100,8 @@ def compile_for(target: str, made: ASTSource, options: dict[str, Any], capfd: py
     compiled = triton.compile(made, target=TARGETS[target], options=options)
 
     found = spills(TARGETS[target], compiled, capfd.readouterr().out)
-    assert len(found) == 2
-    assert found == [0, 0]
+    assert len(found) >= 2
+    assert not any(found)
     if "ptx" in compiled.asm:
         assert "fma.rn.f32" not in compiled.asm["ptx"]
         assert "div.full.f32" not in compiled.asm["ptx"]
@@ -125,3 +141,42 @@ def test_other_shapes_compile(
 ) -> None:
     """So do odd sizes, several tiles per channel, several slots, and states with d_v and d_k exchanged in memory."""
     compile_for(target, source(kernel, torch.float32, size, contiguous=contiguous), OPTIONS[kernel], capfd)
+
+
+def pivot_source(kernel: Any, dtype: torch.dtype, *, levels: int = 127, stride_k: int = 1) -> ASTSource:
+    """A pivot kernel as it is launched for one slot of 128 x 128 heads."""
+    fine, limit = precision_of(dtype), torch.finfo(dtype).max
+    blocks = PIVOT_COMPRESS_BLOCKS if kernel is pivot_compress_kernel else PIVOT_RESTORE_BLOCKS
+    stride_v = 128 if stride_k == 1 else 1
+    head = Head(128, 128, stride_v, stride_k, *blocks, levels, limit, fine.pivot_bits, Code.of(fine.gain))
+    known = {"NUM_LAYERS": 36, "NUM_HEADS": 32, "H": head, "p_state_rows": None, "p_stored_rows": None}
+    known |= {"p_high": None} if levels == 127 else {}
+    pointers = {"p_state": TYPES[dtype], "p_q": "*i8" if levels == 127 else "*u8", "p_report": "*fp64"}
+    pointers |= {f"p_{name}": "*u8" for name in ("high", "exponent", "pivot", "gain", "scale")}
+    signature = {name: "constexpr" if name in known else pointers.get(name, "i64") for name in kernel.arg_names}
+    aligned = [name not in known and (name in pointers or name.startswith("stride")) for name in kernel.arg_names]
+    return ASTSource(kernel, signature, known, {(i,): [["tt.divisibility", 16]] for i, is_so in enumerate(aligned) if is_so})
+
+
+PIVOT_OPTIONS = {pivot_compress_kernel: PIVOT_COMPRESS_OPTIONS, pivot_restore_kernel: PIVOT_RESTORE_OPTIONS}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", PIVOT_OPTIONS, ids=["compress", "restore"])
+def test_pivot_kernels_compile(kernel: Any, dtype: torch.dtype, target: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The kernels of the default format compile for every kind of GPU."""
+    compile_for(target, pivot_source(kernel, dtype), PIVOT_OPTIONS[kernel], capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("levels", "stride_k"), [(15, 1), (127, 128)])
+@pytest.mark.parametrize("kernel", PIVOT_OPTIONS, ids=["compress", "restore"])
+def test_other_pivot_kernels_compile(
+    kernel: Any, levels: int, stride_k: int, target: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """So do those of five bits, and of states with d_v and d_k exchanged in memory."""
+    made = pivot_source(kernel, torch.float32, levels=levels, stride_k=stride_k)
+
+    assert triton.compile(made, target=TARGETS[target], options=PIVOT_OPTIONS[kernel]) is not None

@@ -97,7 +97,7 @@ def test_drift_is_observed(result: dict[str, Any]) -> None:
 
 
 def test_the_codecs_are_compared_at_equal_bytes(result: dict[str, Any]) -> None:
-    """Compressed, more slots than of fp32 lie in the same bytes, and more is reused; the default format takes no more than int8."""
+    """Compressed, more slots than of fp32 lie in the same bytes, and more is reused; the default takes no more than int8."""
     native, int8, stored = (result["equal_memory"][codec] for codec in ("none", "int8", result["codec"]))
 
     assert stored["slots"] == 14 >= int8["slots"]

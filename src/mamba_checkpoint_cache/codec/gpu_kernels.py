@@ -36,10 +36,16 @@ def _locate(
 
 
 @triton.jit
+def _finite(x):
+    """Whether elements are neither NaN nor infinite."""
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
 def _load_finite(p_x, mask):
     """A tile in float32, with zeros for what is not finite, and the number of those."""
     x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
-    finite = tl.abs(x) < float("inf")
+    finite = _finite(x)
     return tl.where(finite, x, 0.0), tl.sum(tl.where(finite, 0, 1))
 
 
@@ -48,7 +54,7 @@ def compress_kernel(
     p_state, p_q, p_scale, p_report, p_state_rows, p_stored_rows, state_row, stored_row, num_stored_rows,
     stride_layer, stride_row, stride_head, stride_v, stride_k,
     NUM_LAYERS: tl.constexpr, NUM_HEADS: tl.constexpr, D_V: tl.constexpr, D_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, MIN_AMAX: tl.constexpr, LARGEST_SCALE: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, MIN_AMAX: tl.constexpr, LARGEST_SCALE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Compress and measure BLOCK_K channels of one head; without ``p_q``, only measure them."""
     o_head, i_stored = _locate(
@@ -70,7 +76,7 @@ def compress_kernel(
     # A power of two that brings the block near 1, so that sums of squares stay within float32.
     exponent = tl.max(amax, 0).to(tl.int32, bitcast=True) >> 23
     unit = ((254 - tl.minimum(exponent, 253)) << 23).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(tl.maximum(amax, MIN_AMAX), tl.full([BLOCK_K], 127.0, tl.float32))
+    scale = tl.div_rn(tl.maximum(amax, MIN_AMAX), tl.full([BLOCK_K], LEVELS, tl.float32))
     if p_q is not None:
         scale = tl.minimum(scale.to(p_scale.dtype.element_ty).to(tl.float32), LARGEST_SCALE)
         tl.store(p_scale + i_stored * D_K + o_k, scale.to(p_scale.dtype.element_ty), mask=m_k)
@@ -85,12 +91,12 @@ def compress_kernel(
         signal += tl.sum(s * s).to(tl.float64)
         if p_q is not None:
             y = tl.div_rn(x, tl.broadcast_to(scale[None, :], [BLOCK_V, BLOCK_K]))
-            rounded = tl.minimum(tl.maximum(y, -127.0), 127.0) + ROUND
+            rounded = tl.minimum(tl.maximum(y, -LEVELS), LEVELS) + ROUND
             restored = ((rounded - ROUND) * scale[None, :]).to(p_state.dtype.element_ty).to(tl.float32)
             e = (x - restored) * unit
             error += tl.sum(e * e).to(tl.float64)
             p_tile = p_q + (i_stored * D_V + v + o_v) * D_K + o_k[None, :]
-            tl.store(p_tile, rounded.to(tl.int32, bitcast=True).to(tl.int8), mask=m_tile)
+            tl.store(p_tile, rounded.to(tl.int32, bitcast=True).to(p_q.dtype.element_ty), mask=m_tile)
 
     square = unit.to(tl.float64) * unit.to(tl.float64)
     p_out = p_report + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 3
