@@ -1,8 +1,8 @@
 """The Triton kernels of the pivot formats (pivot.py), each one launch for every layer and head of every slot.
 
-A tile ``[rows, channels]`` is worked on as ``[C, J, W, L]``: row ``J w + j``, channel ``C l + c``. J are the rows that are rotated
-together; lanes lie along L and warps along W, so that a thread holds all it needs to rotate. What is stored is the reference's
-bit for bit, but where a sum in another order moves a gain to the next code.
+A tile ``[rows, channels]`` is worked on as ``[C, J, W, L]``: row ``J w + j``, channel ``C l + c``. J are the rows that are
+rotated together; lanes lie along L and warps along W, so that a thread holds all it needs to rotate. What is stored is the
+reference's bit for bit, but where a sum in another order moves a gain to the next code.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
