@@ -10,6 +10,10 @@
 #include <type_traits>
 #include <vector>
 
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
 using i64 = std::int64_t;
 using i32 = std::int32_t;
 using i16 = std::int16_t;
@@ -68,6 +72,58 @@ struct Float16 {
     }
 };
 
+// The first, or the last, half of the 16 elements of a and b in turn.
+template <class Vector> inline Vector interleave_first(Vector a, Vector b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#else
+    return __builtin_shuffle(a, b, decltype(a < b){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+#endif
+}
+
+template <class Vector> inline Vector interleave_last(Vector a, Vector b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+    return __builtin_shuffle(a, b, decltype(a < b){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#endif
+}
+
+// 16 x 16: interleaving the first half of the rows with the second four times is a transposition.
+template <class Vector> inline void transpose(Vector *row) {
+    Vector mixed[16];
+    for (int round = 0; round < 4; ++round) {
+        for (int i = 0; i < 8; ++i) {
+            mixed[2 * i] = interleave_first(row[i], row[i + 8]);
+            mixed[2 * i + 1] = interleave_last(row[i], row[i + 8]);
+        }
+        std::copy_n(mixed, 16, row);
+    }
+}
+
+constexpr i64 LINE = 64;  // bytes of a line of the cache
+
+// Whether rows so far apart can be streamed: written line by line past the cache, which then need not read them first. A restored state
+// is larger than the cache as a rule. With 16 bits an element, it takes longer than what it saves.
+template <class D> inline bool streamable(const typename D::Word *state, i64 stride) {
+    return std::is_same_v<D, Float32> && reinterpret_cast<std::uintptr_t>(state) % LINE == 0 && stride * 4 % LINE == 0;
+}
+inline void stream_line(const void *from, void *to) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(static_cast<__m512i *>(to), _mm512_loadu_si512(from));
+#elif defined(__SSE2__)
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(static_cast<__m128i *>(to) + i, _mm_loadu_si128(static_cast<const __m128i *>(from) + i));
+#else
+    std::memcpy(to, from, LINE);
+#endif
+}
+// Lets other cores see what was streamed before what is written later.
+inline void end_streams() {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
 // One head: where it lies, its number among the stored heads, and what is to be fetched while it is worked on.
 template <class D> struct Head {
     using Word = typename D::Word;
@@ -113,6 +169,7 @@ template <class D, class Scratch, class Body> void each_head(const Job &job, Bod
             if (task + 1 < num_tasks) head.next = Head<D>(job, task + 1).state;
             body(head, scratch, job.report + task * 3);
         }
+        end_streams();
     }
 }
 

@@ -20,35 +20,42 @@ inline void write_shorts(F values, i16 *to, i64 width) {
 // Returns false, with nothing stored, if an element is NaN or infinite.
 template <class D> bool compress_int16_head(const Job &job, const Head<D> &h, const Buffers &buffers, Report &report) {
     i16 *q = static_cast<i16 *>(job.stored[0]) + h.stored * h.d_v * h.d_k;
-    F *head = buffers.head(), *largest = buffers.gain(), *scale = buffers.scale();
-    const i64 stride = buffers.stride;
-    Access<D> access{h};
+    F *largest = buffers.gain(), *scale = buffers.scale();
+    const Access<D> access(h);
     std::fill_n(largest, buffers.count, F{});
-    each_tile(buffers, [&](i64 v, i64 p, Squares &) {
-        F row[LANES], most = largest[p];
+    each_tile(buffers, [&](i64 v, i64 p) {
+        const i64 apart = buffers.apart(p);
+        F row[LANES], most = largest[p], *at = buffers.part(p) + v * apart;
         access.read(v, p, row);
-        access.template prefetch<false>(v, p);
-        for (int i = 0; i < LANES; ++i) head[(v + i) * stride + p] = row[i], most = largest_of(row[i], most);
+        for (int i = 0; i < LANES; ++i) at[i * apart] = row[i], most = largest_of(row[i], most);
         largest[p] = most;
     });
-    if (any(access.seen >= I{} + D::NON_FINITE)) return false;
+    const float most = largest_of(largest, buffers.count);
+    if (!std::isfinite(most)) return false;
 
-    const float *by_channel = reinterpret_cast<const float *>(largest);
-    report.unit = unit_of(*std::max_element(by_channel, by_channel + h.d_k));
+    report.unit = unit_of(most);
     for (i64 p = 0; p < buffers.count; ++p)
         scale[p] = smaller(larger(largest[p], all(MIN_AMAX)) / 32767.0f, all(job.largest_scale));
     std::copy_n(reinterpret_cast<const float *>(scale), h.d_k, static_cast<float *>(job.stored[1]) + h.stored * h.d_k);
-    for (i64 v0 = 0; v0 < h.d_v; v0 += RUN) {
-        Squares signal, error;
-        for (i64 v = v0; v < std::min(v0 + RUN, h.d_v); ++v)
-            for (i64 p = 0; p < buffers.count; ++p) {
-                const F x = head[v * stride + p], level = rounded(smaller(larger(x / scale[p], all(-32767.0f)), all(32767.0f)));
-                write_shorts(level, q + v * h.d_k + p * LANES, h.d_k - p * LANES);
-                signal.add(x * report.unit, int(p));
-                error.add((x - Words<D>::cast(level * scale[p])) * report.unit, int(p));
+    Ahead<D> ahead(h);
+    each_group(buffers, [&](i64 first, auto width) {
+        const F *head = buffers.group(first);
+        for (i64 v0 = 0; v0 < h.d_v; v0 += RUN) {
+            Squares signal, error;
+            for (i64 v = v0; v < std::min(v0 + RUN, h.d_v); ++v) {
+                ahead.template fetch<false>((width * sizeof(typename D::Word) + 3) / 4);
+                for (int i = 0; i < width; ++i) {
+                    const i64 k = (first + i) * LANES;
+                    const F x = head[v * width + i], s = scale[first + i];
+                    const F level = rounded(smaller(larger(x / s, all(-32767.0f)), all(32767.0f)));
+                    write_shorts(level, q + v * h.d_k + k, h.d_k - k);
+                    signal.add(x * report.unit, i);
+                    error.add((x - Words<D>::cast(level * s)) * report.unit, i);
+                }
             }
-        report.signal += signal.total(), report.error += error.total();
-    }
+            report.signal += sum(signal.total()), report.error += sum(error.total());
+        }
+    });
     return true;
 }
 
@@ -63,9 +70,11 @@ template <class D> void restore_int16(const Job &job) {
         const i16 *q = static_cast<const i16 *>(job.stored[0]) + h.stored * h.d_v * h.d_k;
         F *scale = buffers.scale();
         std::copy_n(static_cast<const float *>(job.stored[1]) + h.stored * h.d_k, h.d_k, reinterpret_cast<float *>(scale));
-        const Access<D> access{h};
-        each_tile(buffers, [&](i64 v, i64 p, Squares &) {
+        const Access<D> access(h);
+        Ahead<D> ahead(h);
+        each_tile(buffers, [&](i64 v, i64 p) {
             F row[LANES] = {};
+            if (!access.streams) ahead.template fetch<true>(LANES * sizeof(typename D::Word) / 4);
             for (i64 i = 0; i < std::min(h.d_v - v, i64(LANES)); ++i)
                 row[i] = read_shorts(q + (v + i) * h.d_k + p * LANES, h.d_k - p * LANES) * scale[p];
             access.write(v, p, row);

@@ -42,34 +42,10 @@ template <class D> struct Scratch {
 
 typedef i8 Bytes __attribute__((vector_size(16)));
 
-// The first, or the last, eight bytes of a and b in turn.
-inline Bytes interleave_first(Bytes a, Bytes b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-#else
-    return __builtin_shuffle(a, b, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-#endif
-}
-
-inline Bytes interleave_last(Bytes a, Bytes b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#else
-    return __builtin_shuffle(a, b, Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
-#endif
-}
-
-// 16 x 16 bytes: interleaving the first half of the rows with the second four times is a transposition.
 inline void transpose_block(const i8 *from, i64 from_stride, i8 *to, i64 to_stride) {
-    Bytes row[16], mixed[16];
+    Bytes row[16];
     for (int i = 0; i < 16; ++i) std::memcpy(&row[i], from + i * from_stride, 16);
-    for (int round = 0; round < 4; ++round) {
-        for (int i = 0; i < 8; ++i) {
-            mixed[2 * i] = interleave_first(row[i], row[i + 8]);
-            mixed[2 * i + 1] = interleave_last(row[i], row[i + 8]);
-        }
-        std::copy_n(mixed, 16, row);
-    }
+    transpose(row);
     for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &row[i], 16);
 }
 
@@ -218,12 +194,19 @@ template <class D> void restore_rows(const Int8Head<D> &h, const Scratch<D> &scr
     const Int8Head<D> wide = h.folded();
     for (i64 k = 0; k < h.d_k; ++k) scratch.scale[k] = D::Scale::load(h.scale[k]);
     for (i64 k = h.d_k; k < wide.d_k; ++k) scratch.scale[k] = scratch.scale[k - h.d_k];
+    const bool streams = streamable<D>(wide.state, wide.stride_v);
     for (i64 v = 0; v < wide.d_v; ++v)
         in_steps(wide.d_k, [&](i64 first_k, auto width) {
             const float *__restrict scale = scratch.scale.get() + first_k;
             typename D::Word *__restrict x = wide.state + v * wide.stride_v + first_k;
             const i8 *__restrict q = wide.q + v * wide.d_k + first_k;
-            for (int k = 0; k < width; ++k) x[k] = D::store(float(q[k]) * scale[k]);
+            if (streams && width == WIDE) {
+                float lines[WIDE];
+                for (int k = 0; k < WIDE; ++k) lines[k] = float(q[k]) * scale[k];
+                for (int k = 0; k < WIDE; k += LINE / 4) stream_line(lines + k, x + k);
+            } else {
+                for (int k = 0; k < width; ++k) x[k] = D::store(float(q[k]) * scale[k]);
+            }
         });
 }
 

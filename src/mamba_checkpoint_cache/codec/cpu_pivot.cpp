@@ -9,7 +9,7 @@
 namespace {
 
 // Butterflies between the rows of a tile: of neighbours first, or last.
-template <int STAGES, bool NEAR_FIRST> inline void butterflies(F *row) {
+template <int STAGES, bool NEAR_FIRST> [[gnu::always_inline]] inline void butterflies(F *row) {
 #pragma GCC unroll 4
     for (int step = 0; step < STAGES; ++step) {
         const int bit = 1 << (NEAR_FIRST ? step : STAGES - 1 - step);
@@ -22,7 +22,7 @@ template <int STAGES, bool NEAR_FIRST> inline void butterflies(F *row) {
     }
 }
 
-template <bool NEAR_FIRST> inline void rotate(F *row, i64 block) {
+template <bool NEAR_FIRST> [[gnu::always_inline]] inline void rotate(F *row, i64 block) {
     if (block == 16) butterflies<4, NEAR_FIRST>(row);
     else if (block == 8) butterflies<3, NEAR_FIRST>(row);
     else if (block == 4) butterflies<2, NEAR_FIRST>(row);
@@ -54,28 +54,37 @@ struct Coarse {
 };
 template <class D> using PrecisionOf = std::conditional_t<std::is_same_v<D, BFloat16>, Coarse, Fine>;
 
+inline F read_codes(const u8 *from) { Bytes16 b; std::memcpy(&b, from, LANES); return __builtin_convertvector(widen(b), F); }
+inline void write_codes(I codes, u8 *to) { const Bytes16 b = low_bytes(codes); std::memcpy(to, &b, LANES); }
+
 // Codes of 2, 4 or 8 bits in bytes, the first in the lowest bits.
 template <int BITS> inline i64 packed_size(i64 count) { return (count * BITS + 7) / 8; }
-template <int BITS> inline u32 unpack(const u8 *packed, i64 i) {
+// 16 codes, or those that there are; the others must be 0.
+template <int BITS> inline void pack(u8 *packed, I codes, i64 count) {
     constexpr int PER_BYTE = 8 / BITS;
-    return packed[i / PER_BYTE] >> (i % PER_BYTE * BITS) & ((1u << BITS) - 1);
+    u8 code[LANES], byte[LANES] = {};
+    write_codes(codes, code);
+    for (int i = 0; i < LANES; ++i) byte[i / PER_BYTE] |= u8(code[i] << (i % PER_BYTE * BITS));
+    if (count >= LANES) std::memcpy(packed, byte, packed_size<BITS>(LANES));
+    else std::memcpy(packed, byte, packed_size<BITS>(count));
 }
-template <int BITS> inline void pack(u8 *packed, i64 i, u32 code) {
+template <int BITS> inline I unpack(const u8 *packed, i64 count) {
     constexpr int PER_BYTE = 8 / BITS;
-    u8 &byte = packed[i / PER_BYTE];
-    byte = u8((i % PER_BYTE ? byte : 0) | code << (i % PER_BYTE * BITS));
+    u8 byte[LANES] = {};
+    if (count >= LANES) std::memcpy(byte, packed, packed_size<BITS>(LANES));
+    else std::memcpy(byte, packed, packed_size<BITS>(count));
+    I codes;
+    for (int i = 0; i < LANES; ++i) codes[i] = byte[i / PER_BYTE] >> (i % PER_BYTE * BITS) & ((1 << BITS) - 1);
+    return codes;
 }
 
-inline I read_codes(const u8 *from) { Bytes16 b; std::memcpy(&b, from, LANES); return widen(b); }
-inline void write_codes(I codes, u8 *to) { const Bytes16 b = __builtin_convertvector(codes, Bytes16); std::memcpy(to, &b, LANES); }
-
-// How q + OFFSET is stored: a byte each, in two's complement.
+// How q is stored: a byte each, in two's complement.
 struct EightBits {
-    static constexpr int LEVELS = 127, TENSORS = 1, OFFSET = 0;
+    static constexpr int LEVELS = 127, TENSORS = 1;
 
     static u8 *stored(const Job &job, i64 head) { return static_cast<u8 *>(job.stored[0]) + head * job.d_v * job.d_k; }
     static bool in_place(const Job &job, const Buffers &buffers) { return job.d_k == buffers.q_stride && job.d_v == buffers.num_rows; }
-    // Where the codes are to be written, before put().
+    // Where q is to be written, before put().
     static u8 *target(const Job &job, i64 head, const Buffers &buffers) {
         return in_place(job, buffers) ? stored(job, head) : buffers.q();
     }
@@ -87,7 +96,6 @@ struct EightBits {
         copy_rows(stored(job, head), job.d_k, buffers.q(), buffers.q_stride, job);
         return buffers.q();
     }
-    static F value(I code) { return __builtin_convertvector((code ^ 128) - 128, F); }
 
 private:
     static void copy_rows(const u8 *from, i64 from_stride, u8 *to, i64 to_stride, const Job &job) {
@@ -95,15 +103,15 @@ private:
     }
 };
 
-// How q + OFFSET is stored: five bits, four of them two rows to a byte and the fifth eight rows to a byte.
+// How q + 16 is stored: five bits, four of them two rows to a byte and the fifth eight rows to a byte.
 struct FiveBits {
-    static constexpr int LEVELS = 15, TENSORS = 2, OFFSET = 16;
+    static constexpr int LEVELS = 15, TENSORS = 2;
 
     static u8 *low(const Job &job, i64 head) { return static_cast<u8 *>(job.stored[0]) + head * packed_size<4>(job.d_v) * job.d_k; }
     static u8 *high(const Job &job, i64 head) { return static_cast<u8 *>(job.stored[1]) + head * packed_size<1>(job.d_v) * job.d_k; }
     static u8 *target(const Job &, i64, const Buffers &buffers) { return buffers.q(); }
     static void put(const Job &job, i64 head, const Buffers &buffers) {
-        std::fill(buffers.q() + job.d_v * buffers.q_stride, buffers.q() + buffers.num_rows * buffers.q_stride, u8(0));
+        std::fill(buffers.q() + job.d_v * buffers.q_stride, buffers.q() + buffers.num_rows * buffers.q_stride, u8(-16));
         for (i64 v = 0; v < job.d_v; v += 8) {
             const u8 *row[8];
             for (int i = 0; i < 8; ++i) row[i] = buffers.q() + (v + i) * buffers.q_stride;
@@ -117,21 +125,20 @@ struct FiveBits {
                  buffers.q() + v * buffers.q_stride);
         return buffers.q();
     }
-    static F value(I code) { return __builtin_convertvector(code - OFFSET, F); }
 
 private:
     static void pair(const u8 *__restrict a, const u8 *__restrict b, i64 count, u8 *__restrict to) {
         for (i64 k = 0; k < count; ++k) to[k] = u8((a[k] & 15) | b[k] << 4);
     }
     static void collect(const u8 *const *row, i64 count, u8 *__restrict to) {
-        for (i64 k = 0; k < count; ++k) to[k] = row[0][k] >> 4;
-        for (int i = 1; i < 8; ++i) add(row[i], i, count, to);
+        std::fill_n(to, count, u8(0));
+        for (int i = 0; i < 8; ++i) add(row[i], i, count, to);
     }
     static void add(const u8 *__restrict from, int shift, i64 count, u8 *__restrict to) {
-        for (i64 k = 0; k < count; ++k) to[k] |= u8(from[k] >> 4 << shift);
+        for (i64 k = 0; k < count; ++k) to[k] |= u8((from[k] >> 7 ^ 1) << shift);
     }
     static void join(const u8 *__restrict from_low, const u8 *__restrict from_high, int low_shift, int high_shift, i64 count, u8 *__restrict to) {
-        for (i64 k = 0; k < count; ++k) to[k] = u8((from_low[k] >> low_shift & 15) | (from_high[k] >> high_shift & 1) << 4);
+        for (i64 k = 0; k < count; ++k) to[k] = u8((from_low[k] >> low_shift & 15) + ((from_high[k] >> high_shift & 1) << 4) - 16);
     }
 };
 
@@ -148,22 +155,34 @@ template <class D, class Q> struct Stored {
     static u8 *at(const Job &job, int i) { return static_cast<u8 *>(job.stored[Q::TENSORS + i]); }
 
     float power() const { return from_bits(u32(*exponent) << 23); }
-    float u(i64 v) const { return float(2 * (int(unpack<PIVOT_BITS>(pivot, v)) - N) + 1); }
+    // u of 16 rows, or of those that there are, and zeros.
+    static F u_of(I codes, i64 count) {
+        F u = __builtin_convertvector(2 * (codes - N) + 1, F);
+        for (i64 i = count; i < LANES; ++i) u[i] = 0;
+        return u;
+    }
     static F gain_of(I codes) {
         const F size = Gain::value(codes & Gain::LARGEST) / float(2 * N);
         return as_floats(as_bits(size) | codes >> Gain::BITS << 31);
     }
 };
 
+// A tile of what was stored, in the rotated basis. Products are exact: they have few bits.
+inline void take_tile(const u8 *q, i64 q_stride, F scale, F gain, const float *u, F *row) {
+    asm("" : "+r"(q_stride));  // else compilers keep 16 pointers, for which there are no registers
+    for (int i = 0; i < LANES; ++i, q += q_stride) row[i] = multiply_add(read_codes(q), scale, gain * u[i]);
+}
+
 // From the rotated basis, in units of power, to a tile as it is restored.
 template <class D> struct Restore {
     const i64 block;
     const float *back;
     const float limit = D::load(typename D::Word(D::NON_FINITE - 1));
-    const bool near_limit;
+    const bool near_limit, normal;  // whether an element can exceed the limit, and that none is subnormal
 
+    // Scales and gains are multiples of 2^-34, and so is every sum. None reaches 2^20.
     Restore(const Buffers &buffers, float power)
-        : block(buffers.block), back(buffers.back()), near_limit(power > limit * 0x1p-20f) {  // else no sum of a tile is that large
+        : block(buffers.block), back(buffers.back()), near_limit(power > limit * 0x1p-20f), normal(power >= 0x1p-92f) {
         for (i64 v = 0; v < buffers.num_rows; ++v) buffers.back()[v] = buffers.signs()[v] * float(block) * power;
     }
     void operator()(i64 v, F *row) const {
@@ -177,120 +196,166 @@ template <class D> struct Restore {
 // The pivot channel in odd integers; returns the sum of their squares.
 template <class S> float find_pivot(const S &stored, const Buffers &buffers, i64 d_v, i64 pivot, float largest, float unit) {
     constexpr int N = S::N;
-    const float step = largest * unit / N, *channel = buffers.head_.floats() + pivot;
-    i32 square = 0;
-    for (i64 v = 0; v < d_v; ++v) {
-        const float level = std::floor(channel[v * buffers.stride * LANES] * unit / (step > 0 ? step : 1.0f));
-        pack<S::PIVOT_BITS>(stored.pivot, v, u32(int(std::clamp(level, float(-N), float(N - 1))) + N));
-        const float u = buffers.u()[v] = stored.u(v);
-        square += int(u) * int(u);
+    const i64 p = pivot / LANES, apart = buffers.apart(p);
+    const float *channel = reinterpret_cast<const float *>(buffers.part(p)) + pivot % LANES;
+    const float step = largest * unit / N;
+    I squares = {};
+    for (i64 v = 0; v < d_v; v += LANES) {
+        const i64 count = std::min(d_v - v, i64(LANES));
+        float rows[LANES] = {};
+        for (i64 i = 0; i < count; ++i) rows[i] = channel[(v + i) * apart * LANES];
+        F level;
+        std::memcpy(&level, rows, sizeof level);
+        level = level * unit / (step > 0 ? step : 1.0f);
+        I codes = __builtin_convertvector(level, I);
+        codes = between(codes + (__builtin_convertvector(codes, F) > level), -N, N - 1) + N;
+        if (count < LANES)
+            for (i64 i = count; i < LANES; ++i) codes[i] = 0;
+        pack<S::PIVOT_BITS>(stored.pivot + packed_size<S::PIVOT_BITS>(v), codes, count);
+        const F u = buffers.pivot()[v / LANES] = S::u_of(codes, count);
+        squares += __builtin_convertvector(u * u, I);
     }
+    i32 square = 0;
+    for (int i = 0; i < LANES; ++i) square += squares[i];
     return float(square);
 }
 
-// Gains and scales of the parts from begin on, stored and in the buffers; returns their signal energy in the rotated basis.
-template <class S, int LEVELS, int WIDTH>
-double find_scales(const S &stored, const Buffers &buffers, i64 d_k, i64 begin, float square, float unit) {
+// Gains and scales of WIDTH parts from first on, stored and in the buffers; the rotated head becomes what is left of it, in units.
+// Returns its signal energy.
+template <class S, int LEVELS, int WIDTH, class D>
+double find_scales(const S &stored, const Buffers &buffers, i64 d_k, i64 first, float square, float unit, Ahead<D> &ahead) {
     using Gain = typename S::Gain;
-    const F *head = buffers.head() + begin;
+    constexpr int ROWS = Buffers::GROUP / WIDTH;
+    F *head = buffers.group(first);
     const float *u = buffers.u();
-    const i64 stride = buffers.stride;
     F total[WIDTH] = {}, most[WIDTH] = {}, gain[WIDTH];
     double energy = 0;
     for (i64 v0 = 0; v0 < buffers.num_rows; v0 += RUN) {
         Squares signal;
-        for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); ++v)
-            for (int i = 0; i < WIDTH; ++i) {
-                const F r = head[v * stride + i] * unit;
-                total[i] = total[i] + r * u[v];
+        for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); v += ROWS) {
+            ahead.template fetch<false>(1);
+#pragma GCC unroll 4
+            for (int i = 0; i < Buffers::GROUP; ++i) {
+                const F r = head[v * WIDTH + i] = head[v * WIDTH + i] * unit;
+                total[i % WIDTH] = total[i % WIDTH] + r * u[v + i / WIDTH];
                 signal.add(r, i);
             }
-        energy += signal.total();
+        }
+        energy += sum(signal.total());
     }
     for (int i = 0; i < WIDTH; ++i) {
+        const i64 k = (first + i) * LANES;
         const F exact = total[i] / square;
         const I codes = Gain::code_nearest(magnitude(exact) * float(2 * S::N)) | (exact < 0.0f ? I{} + (1 << Gain::BITS) : I{});
-        buffers.gain()[begin + i] = gain[i] = S::gain_of(codes);
-        for (i64 k = (begin + i) * LANES; k < std::min((begin + i + 1) * LANES, d_k); ++k)
-            pack<S::GAIN_BITS>(stored.gain, k, u32(codes[k % LANES]));
+        buffers.gain()[first + i] = gain[i] = S::gain_of(codes);
+        pack<S::GAIN_BITS>(stored.gain + packed_size<S::GAIN_BITS>(k), codes, d_k - k);
     }
-    for (i64 v = 0; v < buffers.num_rows; ++v)
-        for (int i = 0; i < WIDTH; ++i) most[i] = largest_of(head[v * stride + i] * unit - gain[i] * u[v], most[i]);
+    for (i64 v = 0; v < buffers.num_rows; ++v) {
+        ahead.template fetch<false>(1);
+#pragma GCC unroll 4
+        for (int i = 0; i < WIDTH; ++i) {
+            const F rest = head[v * WIDTH + i] = multiply_add(all(-u[v]), gain[i], head[v * WIDTH + i]);
+            most[i] = largest_of(rest, most[i]);
+        }
+    }
     for (int i = 0; i < WIDTH; ++i) {
+        const i64 k = (first + i) * LANES;
         const I codes = Scale::code_up(most[i] / float(LEVELS));
-        buffers.scale()[begin + i] = Scale::value(codes);
-        for (i64 k = (begin + i) * LANES; k < std::min((begin + i + 1) * LANES, d_k); ++k) stored.scale[k] = u8(codes[k % LANES]);
+        buffers.scale()[first + i] = Scale::value(codes);
+        pack<8>(stored.scale + k, codes, d_k - k);
     }
     return energy;
 }
+
+// How far what is restored is from the state, for the report.
+template <class D> struct Measure {
+    const Access<D> &access;
+    const Restore<D> &restore;
+    const float unit;
+
+    void operator()(i64 v, i64 p, F *row, Squares &error) const {
+        restore(v, row);
+        access.compare(v, p, row, [&](int i, F x, F y) { error.add((x - Words<D>::cast(y)) * unit, i); });
+    }
+};
 
 // Returns false, with nothing of use stored, if an element is NaN or infinite.
 template <class D, class Q> bool compress_pivot_head(const Job &job, const Head<D> &h, const Buffers &buffers, Report &report) {
     using S = Stored<D, Q>;
     const S stored(job, h.stored);
-    const i64 stride = buffers.stride, q_stride = buffers.q_stride, block = buffers.block;
+    const i64 q_stride = buffers.q_stride, block = buffers.block;
     const float *sign = buffers.signs(), *u = buffers.u();
-    F *head = buffers.head(), *gain = buffers.gain(), *scale = buffers.scale(), *largest = gain;
-    u8 *codes = Q::target(job, h.stored, buffers);
-    Access<D> access{h};
+    F *gain = buffers.gain(), *scale = buffers.scale(), *largest = gain;
+    u8 *q = Q::target(job, h.stored, buffers);
+    const Access<D> access(h);
 
     std::fill_n(largest, buffers.count, F{});
-    each_tile(buffers, [&](i64 v, i64 p, Squares &) {
-        F row[LANES], most = largest[p];
+    each_tile(buffers, [&](i64 v, i64 p) {
+        const i64 apart = buffers.apart(p);
+        F row[LANES], most = largest[p], *at = buffers.part(p) + v * apart;
         access.read(v, p, row);
-        access.template prefetch<false>(v, p);
         for (int i = 0; i < LANES; ++i) row[i] = row[i] * sign[v + i];
         rotate<true>(row, block);
-        for (int i = 0; i < LANES; ++i) head[(v + i) * stride + p] = row[i], most = largest_of(row[i], most);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i) at[i * apart] = row[i], most = largest_of(row[i], most);
         largest[p] = most;
     });
-    if (any(access.seen >= I{} + D::NON_FINITE)) return false;
+    const float most = largest_of(largest, buffers.count);
+    if (!std::isfinite(most)) return false;
 
     const float *by_channel = reinterpret_cast<const float *>(largest);
-    const i64 pivot = std::max_element(by_channel, by_channel + h.d_k) - by_channel;
-    *stored.exponent = u8(std::clamp(bits(by_channel[pivot]) >> 23, 1u, 253u));
+    const i64 pivot = std::find(by_channel, by_channel + h.d_k, most) - by_channel;
+    *stored.exponent = u8(std::clamp(bits(most) >> 23, 1u, 253u));
     const float unit = report.unit = from_bits((254u - *stored.exponent) << 23);
-    const float square = find_pivot(stored, buffers, h.d_v, pivot, by_channel[pivot], unit);
-    double signal = 0;
-    i64 begin = 0;
-    for (; begin + 4 <= buffers.count; begin += 4) signal += find_scales<S, Q::LEVELS, 4>(stored, buffers, h.d_k, begin, square, unit);
-    for (; begin < buffers.count; ++begin) signal += find_scales<S, Q::LEVELS, 1>(stored, buffers, h.d_k, begin, square, unit);
-    report.signal = signal * double(block);
+    const float square = find_pivot(stored, buffers, h.d_v, pivot, most, unit);
 
     // A rotation keeps sums of squares, so that the error may be measured before it is undone. What is not known then is how the
     // result will be clamped, and rounded: in float32 that is next to nothing, unless the error itself is, or the elements are few.
     const Restore<D> restore(buffers, stored.power());
+    const Measure<D> measure{access, restore, unit};
     const bool exactly = !std::is_same_v<D, Float32> || restore.near_limit || h.d_v * h.d_k < 4096;
-    const auto add_error = [&](i64 v, i64 p, F *row, Squares &error) {
-        F x[LANES];
-        restore(v, row);
-        access.read(v, p, x);
+    Ahead<D> ahead(h);
+    const auto quantise = [&](i64 first, auto width, auto exact) {
+        for (i64 p = first; p < first + width; ++p) {
+            const F *head = buffers.group(first) + (p - first), s = scale[p], inverse = 1.0f / s;
+            for (i64 v0 = 0; v0 < buffers.num_rows; v0 += RUN) {
+                Squares error;
+                for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); v += LANES) {
+                    F row[LANES];
+                    ahead.template fetch<false>(2 * sizeof(typename D::Word));
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; ++i) error.add((x[i] - Words<D>::cast(row[i])) * unit, i);
-    };
-    report.error = each_tile(buffers, [&](i64 v, i64 p, Squares &error) {
-        const F inverse = 1.0f / scale[p];
-        F row[LANES];
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; ++i) {
-            const F predicted = gain[p] * u[v + i], rest = head[(v + i) * stride + p] * unit - predicted;
-            const F q = rounded(rest * inverse), quantised = q * scale[p];
-            write_codes(__builtin_convertvector(q, I) + Q::OFFSET, codes + (v + i) * q_stride + p * LANES);
-            if (!exactly) error.add(rest - quantised, i);
-            row[i] = quantised + predicted;
+                    for (int i = 0; i < LANES; ++i) {
+                        const F scaled = head[(v + i) * width] * inverse, level = scaled + ROUND;
+                        write_codes(as_bits(level), q + (v + i) * q_stride + p * LANES);
+                        if constexpr (exact) row[i] = multiply_add(level - ROUND, s, gain[p] * u[v + i]);
+                        else error.add(scaled - (level - ROUND), i);
+                    }
+                    if constexpr (exact) measure(v, p, row, error);
+                }
+                report.error += sum(exact ? error.total() : error.total() * (s * s));
+            }
         }
-        if (exactly) add_error(v, p, row, error);
+    };
+    each_group(buffers, [&](i64 first, auto width) {
+        report.signal += find_scales<S, Q::LEVELS, width>(stored, buffers, h.d_k, first, square, unit, ahead);
+        if constexpr (std::is_same_v<D, Float32>) {
+            if (!exactly) return quantise(first, width, std::false_type());
+        }
+        quantise(first, width, std::true_type());
     });
+    report.signal *= double(block);
+    if (!exactly) report.error *= double(block);
+    if (!exactly && report.error <= 1e-6 * report.signal) {
+        report.error = 0;
+        each_tile(buffers, [&](i64 v, i64 p) {
+            F row[LANES];
+            Squares error;
+            take_tile(q + v * q_stride + p * LANES, q_stride, scale[p], gain[p], u + v, row);
+            measure(v, p, row, error);
+            report.error += sum(error.total());
+        });
+    }
     Q::put(job, h.stored, buffers);
-    if (exactly) return true;
-    report.error *= double(block);
-    if (report.error > 1e-6 * report.signal) return true;
-    report.error = each_tile(buffers, [&](i64 v, i64 p, Squares &error) {
-        F row[LANES];
-        for (int i = 0; i < LANES; ++i)
-            row[i] = Q::value(read_codes(codes + (v + i) * q_stride + p * LANES)) * scale[p] + gain[p] * u[v + i];
-        add_error(v, p, row, error);
-    });
     return true;
 }
 
@@ -300,32 +365,36 @@ template <class D, class Q> void compress_pivot(const Job &job) {
     });
 }
 
+constexpr i64 AHEAD = 4096;  // how far before its use q is fetched, in bytes
+
 template <class D, class Q> void restore_pivot(const Job &job) {
     using S = Stored<D, Q>;
     each_head<D, Buffers>(job, [&](const Head<D> &h, const Buffers &buffers, double *) {
         const S stored(job, h.stored);
         const Restore<D> restore(buffers, stored.power());
-        const Access<D> access{h};
+        const Access<D> access(h);
         const i64 q_stride = buffers.q_stride;
-        float *u = buffers.u();
+        const float *u = buffers.u();
         F *gain = buffers.gain(), *scale = buffers.scale();
-        for (i64 v = 0; v < h.d_v; ++v) u[v] = stored.u(v);
-        for (i64 p = 0; p < buffers.count; ++p) {
-            I gain_codes = {}, scale_codes = {};
-            for (i64 k = p * LANES; k < std::min((p + 1) * LANES, h.d_k); ++k) {
-                gain_codes[k % LANES] = i32(unpack<S::GAIN_BITS>(stored.gain, k));
-                scale_codes[k % LANES] = stored.scale[k];
-            }
-            gain[p] = S::gain_of(gain_codes), scale[p] = Scale::value(scale_codes);
+        for (i64 v = 0; v < h.d_v; v += LANES) {
+            const i64 count = std::min(h.d_v - v, i64(LANES));
+            buffers.pivot()[v / LANES] = S::u_of(unpack<S::PIVOT_BITS>(stored.pivot + packed_size<S::PIVOT_BITS>(v), count), count);
         }
-        const u8 *codes = Q::take(job, h.stored, buffers);
-        each_tile(buffers, [&](i64 v, i64 p, Squares &) {
+        for (i64 p = 0; p < buffers.count; ++p) {
+            const i64 k = p * LANES, count = h.d_k - k;
+            gain[p] = S::gain_of(unpack<S::GAIN_BITS>(stored.gain + packed_size<S::GAIN_BITS>(k), count));
+            scale[p] = Scale::value(unpack<8>(stored.scale + k, count));
+        }
+        const u8 *q = Q::take(job, h.stored, buffers);
+        Ahead<D> ahead(h);
+        each_tile(buffers, [&](i64 v, i64 p) {
             F row[LANES];
-            for (int i = 0; i < LANES; ++i)
-                row[i] = Q::value(read_codes(codes + (v + i) * q_stride + p * LANES)) * scale[p] + gain[p] * u[v + i];
+            take_tile(q + v * q_stride + p * LANES, q_stride, scale[p], gain[p], u + v, row);
             restore(v, row);
-            access.template prefetch<true>(v, p);
-            access.write(v, p, row);
+            if (!access.streams) ahead.template fetch<true>(LANES * sizeof(typename D::Word) / 4);
+            for (i64 i = 0; i < LANES * LANES; i += LINE) __builtin_prefetch(q + v * q_stride + p * LANES * LANES + i + AHEAD);
+            if (std::is_same_v<D, BFloat16> && restore.normal) access.template write<true>(v, p, row);
+            else access.write(v, p, row);
         });
     });
 }

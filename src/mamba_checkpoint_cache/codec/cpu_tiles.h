@@ -5,10 +5,6 @@
 
 #include "cpu_common.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 namespace {
 
 constexpr int LANES = 16;
@@ -23,58 +19,46 @@ inline F magnitude(F x) { return as_floats(as_bits(x) & 0x7fffffff); }
 inline I between(I x, i32 low, i32 high) { x = x < low ? I{} + low : x; return x > high ? I{} + high : x; }
 // Half to even; the magnitude must be under 2^22.
 inline F rounded(F x) { return (x + ROUND) - ROUND; }
-inline bool any(I x) { i32 found = 0; for (int i = 0; i < LANES; ++i) found |= x[i]; return found; }
 inline double sum(F x) {
     double total = 0;
     for (int i = 0; i < 4; ++i) total += double((x[i] + x[i + 4]) + (x[i + 8] + x[i + 12]));
     return total;
 }
 
-typedef u8 Bytes16 __attribute__((vector_size(LANES)));
+typedef i8 Bytes16 __attribute__((vector_size(LANES)));
+typedef u8 UnsignedBytes16 __attribute__((vector_size(LANES)));
 typedef u16 Words16 __attribute__((vector_size(2 * LANES)));
 
 // Compilers make several instructions of these where there is one.
 #ifdef __AVX512F__
-inline I widen(Bytes16 x) { return I(_mm512_cvtepu8_epi32(__m128i(x))); }
+inline I widen(Bytes16 x) { return I(_mm512_cvtepi8_epi32(__m128i(x))); }
 inline I widen(Words16 x) { return I(_mm512_cvtepu16_epi32(__m256i(x))); }
+inline Bytes16 low_bytes(I x) { return Bytes16(_mm512_cvtepi32_epi8(__m512i(x))); }
 inline I larger(I a, I b) { return I(_mm512_max_epi32(__m512i(a), __m512i(b))); }
 #else
-inline I widen(Bytes16 x) { return __builtin_convertvector(__builtin_convertvector(x, Words16), I); }
+inline I widen(Bytes16 x) { return __builtin_convertvector(__builtin_convertvector(x, Shorts), I); }
 inline I widen(Words16 x) { return __builtin_convertvector(x, I); }
+inline Bytes16 low_bytes(I x) { return Bytes16(__builtin_convertvector(x, UnsignedBytes16)); }
 inline I larger(I a, I b) { return a > b ? a : b; }
 #endif
 inline I widen(I x) { return x; }
+// Rounded once or twice: for reports, and where a * b is exact.
+#ifdef __AVX512F__
+inline F multiply_add(F a, F b, F c) { return F(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
+#else
+inline F multiply_add(F a, F b, F c) { return a * b + c; }
+#endif
 inline F larger(F a, F b) { return a > b ? a : b; }
 inline F smaller(F a, F b) { return a < b ? a : b; }
 // Numbers that are not negative are ordered as their bits are, and integers are compared in less time.
 inline F largest_of(F x, F so_far) { return as_floats(larger(as_bits(magnitude(x)), as_bits(so_far))); }
-
-inline F interleave_first(F a, F b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-#else
-    return __builtin_shuffle(a, b, I{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-#endif
-}
-
-inline F interleave_last(F a, F b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#else
-    return __builtin_shuffle(a, b, I{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
-#endif
-}
-
-// 16 x 16: interleaving the first half of the rows with the second four times is a transposition.
-inline void transpose(F *row) {
-    F mixed[LANES];
-    for (int round = 0; round < 4; ++round) {
-        for (int i = 0; i < 8; ++i) {
-            mixed[2 * i] = interleave_first(row[i], row[i + 8]);
-            mixed[2 * i + 1] = interleave_last(row[i], row[i + 8]);
-        }
-        std::copy_n(mixed, LANES, row);
-    }
+// A NaN counts as larger than all else.
+inline float largest_of(const F *x, i64 count) {
+    F most = {};
+    for (i64 i = 0; i < count; ++i) most = largest_of(x[i], most);
+    u32 found = 0;
+    for (int i = 0; i < LANES; ++i) found = std::max(found, bits(most[i]));
+    return from_bits(found);
 }
 
 // The words of a dtype, 16 at a time, to float32 and back.
@@ -86,14 +70,25 @@ template <class D> struct Words {
         std::memcpy(&words, from, sizeof words);
         return widen(words);
     }
-    static void write(F values, typename D::Word *to) {
+    // NORMAL: no value is subnormal, which the processor's own rounding would make 0.
+    template <bool NORMAL> static void write(F values, typename D::Word *to) {
+#ifdef __AVX512BF16__
+        if constexpr (NORMAL && std::is_same_v<D, BFloat16>) {
+            const __m256bh words = _mm512_cvtneps_pbh(__m512(values));
+            std::memcpy(to, &words, sizeof words);
+            return;
+        }
+#endif
         const Packed words = __builtin_convertvector(narrow(values), Packed);
         std::memcpy(to, &words, sizeof words);
     }
     static F load(I words) {
         if constexpr (std::is_same_v<D, Float32>) return as_floats(words);
         else if constexpr (std::is_same_v<D, BFloat16>) return as_floats(words << 16);
-        else return as_floats((words & 0x8000) << 16 | as_bits(as_floats((words & 0x7fff) << 13) * 0x1p112f));
+        else {
+            const I size = as_bits(as_floats((words & 0x7fff) << 13) * 0x1p112f);
+            return as_floats((words & 0x8000) << 16 | ((words & D::NON_FINITE) == D::NON_FINITE ? size | 0x7f800000 : size));
+        }
     }
     static I narrow(F values) {
         const I b = as_bits(values);
@@ -128,60 +123,98 @@ public:
     float *floats() const { return reinterpret_cast<float *>(first); }
 };
 
-// Reads and writes tiles of a head. Part p of a row is a vector; rows beyond d_v and channels beyond d_k are zeros.
-template <class D> struct Access {
-    using Word = typename D::Word;
-    const Head<D> &h;
-    const i64 ahead = h.next - h.state;
-    I seen = {};  // the largest magnitudes read so far, as words
+// Fetches the next head while this one is worked on: a few lines of the cache at a time, as only so many can be under way, and in their
+// order in memory, for which it is built.
+template <class D> class Ahead {
+    const char *at, *row, *end;
+    i64 apart, bytes, rows;
 
-    // 16 rows from v on.
-    void read(i64 v, i64 p, F *x) {
-        const i64 k = p * LANES;
-        if (!vectors(v, k)) return read_slowly(v, k, x);
-        const Word *from = first(v, k);
-        const i64 apart = h.stride_k == 1 ? h.stride_v : h.stride_k;
-        I largest = seen;
-        for (int i = 0; i < LANES; ++i) {
-            const I words = Words<D>::read(from + i * apart), size = words & D::MAGNITUDE;
-            largest = larger(size, largest);
-            x[i] = Words<D>::load(words);
-        }
-        seen = largest;
-        if (h.stride_k != 1) transpose(x);
+public:
+    explicit Ahead(const Head<D> &h) : at(reinterpret_cast<const char *>(h.next)), row(at) {
+        const i64 size = sizeof(*h.next);
+        apart = size * (h.stride_k == 1 ? h.stride_v : h.stride_k), bytes = size * (h.stride_k == 1 ? h.d_k : h.d_v);
+        rows = h.stride_k == 1 ? h.d_v : h.stride_v == 1 ? h.d_k : 0;
+        if (apart == bytes) bytes *= rows, rows = std::min(rows, i64(1));
+        end = at + bytes;
     }
-    void write(i64 v, i64 p, F *x) const {
-        const i64 k = p * LANES;
-        if (!vectors(v, k)) return write_slowly(v, k, x);
-        if (h.stride_k != 1) transpose(x);
-        Word *to = first(v, k);
-        const i64 apart = h.stride_k == 1 ? h.stride_v : h.stride_k;
-        for (int i = 0; i < LANES; ++i) Words<D>::write(x[i], to + i * apart);
-    }
-    // What read() will read, or write() write, of the next head.
-    template <bool WRITE> void prefetch(i64 v, i64 p) const {
-        const i64 apart = h.stride_k == 1 ? h.stride_v : h.stride_k;
-        const Word *at = first(v, p * LANES) + ahead;
-        for (int i = 0; i < LANES; ++i) __builtin_prefetch(at + i * apart, WRITE, 2);
+    template <bool WRITE> [[gnu::always_inline]] void fetch(int count) {
+        if (end - at < count * LINE) return fetch_slowly<WRITE>(count);
+        for (int i = 0; i < count; ++i) __builtin_prefetch(at + i * LINE, WRITE);
+        at += count * LINE;
     }
 
 private:
-    Word *first(i64 v, i64 k) const { return h.state + v * h.stride_v + k * h.stride_k; }
-    bool vectors(i64 v, i64 k) const {
-        return v + LANES <= h.d_v && k + LANES <= h.d_k && (h.stride_k == 1 || h.stride_v == 1);
+    template <bool WRITE> [[gnu::noinline]] void fetch_slowly(int count) {
+        for (; count > 0 && rows > 0; --count) {
+            __builtin_prefetch(at, WRITE);
+            if ((at += LINE) >= end) --rows, at = row += apart, end = at + bytes;
+        }
     }
-    void read_slowly(i64 v, i64 k, F *x) {
-        for (int i = 0; i < LANES; ++i) x[i] = F{};
-        for (i64 i = 0; i < std::min(h.d_v - v, i64(LANES)); ++i)
-            for (i64 j = 0; j < std::min(h.d_k - k, i64(LANES)); ++j) {
-                const Word word = *first(v + i, k + j);
-                seen[j] = std::max(seen[j], i32(word & D::MAGNITUDE));
-                x[i][j] = D::load(word);
-            }
+};
+
+// Reads and writes tiles of a head. Part p of a row is a vector; rows beyond d_v and channels beyond d_k are zeros.
+template <class D> class Access {
+    using Word = typename D::Word;
+    const Head<D> &h;
+
+public:
+    const bool streams;  // so that write() need not find in the cache what it will overwrite
+
+    explicit Access(const Head<D> &head) : h(head), streams(h.stride_k == 1 && streamable<D>(h.state, h.stride_v)) {}
+
+    // 16 rows from v on.
+    [[gnu::always_inline]] void read(i64 v, i64 p, F *x) const {
+        Word copy[LANES * LANES];
+        const Tile tile = at(v, p, copy);
+        if (tile.copied) gather(v, p, copy);
+        for (int i = 0; i < LANES; ++i) x[i] = Words<D>::load(Words<D>::read(tile.words + i * tile.apart));
+        if (tile.turned) transpose(x);
     }
-    void write_slowly(i64 v, i64 k, const F *x) const {
-        for (i64 i = 0; i < std::min(h.d_v - v, i64(LANES)); ++i)
-            for (i64 j = 0; j < std::min(h.d_k - k, i64(LANES)); ++j) *first(v + i, k + j) = D::store(x[i][j]);
+    // Calls body(i, x, y) with 16 vectors of the state and what y, 16 rows of a tile, has in the same places. May transpose y.
+    template <class Body> [[gnu::always_inline]] void compare(i64 v, i64 p, F *y, Body body) const {
+        Word copy[LANES * LANES];
+        const Tile tile = at(v, p, copy);
+        if (tile.copied) gather(v, p, copy);
+        if (tile.turned) transpose(y);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i) body(i, Words<D>::load(Words<D>::read(tile.words + i * tile.apart)), y[i]);
+    }
+    template <bool NORMAL = false> [[gnu::always_inline]] void write(i64 v, i64 p, F *x) const {
+        Word copy[LANES * LANES];
+        const Tile tile = at(v, p, copy);
+        if (tile.turned) transpose(x);
+        if (streams && !tile.copied)
+            for (int i = 0; i < LANES; ++i) stream_line(&x[i], tile.words + i * tile.apart);
+        else
+            for (int i = 0; i < LANES; ++i) Words<D>::template write<NORMAL>(x[i], tile.words + i * tile.apart);
+        if (tile.copied) scatter(v, p, copy);
+    }
+
+private:
+    // Where the vectors of a tile lie: in a copy of it, unless it is whole and one of its axes contiguous.
+    struct Tile {
+        Word *words;
+        i64 apart;
+        bool turned, copied;
+    };
+
+    Tile at(i64 v, i64 p, Word *copy) const {
+        const i64 k = p * LANES;
+        if (v + LANES > h.d_v || k + LANES > h.d_k || (h.stride_k != 1 && h.stride_v != 1)) return {copy, LANES, false, true};
+        Word *words = h.state + v * h.stride_v + k * h.stride_k;
+        return h.stride_k == 1 ? Tile{words, h.stride_v, false, false} : Tile{words, h.stride_k, true, false};
+    }
+    [[gnu::noinline]] void gather(i64 v, i64 p, Word *copy) const {
+        std::fill_n(copy, LANES * LANES, Word(0));
+        each_element(v, p, copy, [](Word &mine, const Word &theirs) { mine = theirs; });
+    }
+    [[gnu::noinline]] void scatter(i64 v, i64 p, Word *copy) const {
+        each_element(v, p, copy, [](const Word &mine, Word &theirs) { theirs = mine; });
+    }
+    template <class Body> void each_element(i64 v, i64 p, Word *copy, Body body) const {
+        const i64 k = p * LANES, rows = std::min(h.d_v - v, i64(LANES)), channels = std::min(h.d_k - k, i64(LANES));
+        for (i64 i = 0; i < rows; ++i)
+            for (i64 j = 0; j < channels; ++j) body(copy[i * LANES + j], h.state[(v + i) * h.stride_v + (k + j) * h.stride_k]);
     }
 };
 
@@ -195,25 +228,30 @@ inline float sign_of(i64 v) {
     return mixed >> 31 ? -1.0f : 1.0f;
 }
 
-// Buffers of one thread: a head in float32, and what belongs to its rows and channels. The vectors of a row follow each other; the
-// stride from row to row is odd, lest the rows of one part fall on few lines of the cache.
+// Buffers of one thread: a head in float32, and what belongs to its rows and channels. Parts are worked on in groups that a core's
+// nearest cache holds: one group lies after the other, each row by row.
 struct Buffers {
-    i64 num_rows, count, stride, q_stride, block;
+    static constexpr int GROUP = 4;
+    i64 num_rows, count, q_stride, block;
     Vectors head_, gain_, scale_, signs_, back_, pivot_;
     std::unique_ptr<u8[]> q_, packed;
 
     Buffers(i64 d_v, i64 d_k)
-        : num_rows((d_v + LANES - 1) / LANES * LANES), count((d_k + LANES - 1) / LANES), stride(count | 1), q_stride(count * LANES),
-          block(block_of(d_v)), head_(stride * num_rows), gain_(count), scale_(count), signs_(num_rows / LANES), back_(num_rows / LANES),
+        : num_rows((d_v + LANES - 1) / LANES * LANES), count((d_k + LANES - 1) / LANES), q_stride(count * LANES),
+          block(block_of(d_v)), head_(count * num_rows), gain_(count), scale_(count), signs_(num_rows / LANES), back_(num_rows / LANES),
           pivot_(num_rows / LANES), q_(new u8[num_rows * q_stride]()), packed(new u8[d_v * d_k * 4]) {
-        for (i64 v = 0; v < num_rows; ++v) signs()[v] = sign_of(v) / float(block), u()[v] = 0;
+        for (i64 v = 0; v < num_rows; ++v) signs()[v] = sign_of(v) / float(block);
     }
-    F *head() const { return head_.vectors(); }
+    F *group(i64 first_part) const { return head_.vectors() + first_part * num_rows; }
+    // Where the vectors of a part begin, and how far they lie apart.
+    F *part(i64 p) const { return group(p - p % apart(p)) + p % apart(p); }
+    i64 apart(i64 p) const { return p < count / GROUP * GROUP ? GROUP : 1; }
     F *gain() const { return gain_.vectors(); }
     F *scale() const { return scale_.vectors(); }
     float *signs() const { return signs_.floats(); }  // what rows are multiplied by before they are rotated,
     float *back() const { return back_.floats(); }    // and after they were rotated back
-    float *u() const { return pivot_.floats(); }
+    F *pivot() const { return pivot_.vectors(); }
+    const float *u() const { return pivot_.floats(); }
     u8 *q() const { return q_.get(); }
 };
 
@@ -222,19 +260,21 @@ struct Squares {
     static constexpr int COUNT = 4;
     F part[COUNT] = {};
 
-    void add(F x, int turn) { part[turn % COUNT] += x * x; }
-    double total() const { return sum((part[0] + part[1]) + (part[2] + part[3])); }
+    void add(F x, int turn) { part[turn % COUNT] = multiply_add(x, x, part[turn % COUNT]); }
+    F total() const { return (part[0] + part[1]) + (part[2] + part[3]); }
 };
 
-// Calls body(v, p, squares) for every tile; returns the total of the squares, which are summed up in float32 for few tiles only.
-template <class Body> [[gnu::always_inline]] inline double each_tile(const Buffers &buffers, Body body) {
-    double total = 0;
-    for (i64 v = 0; v < buffers.num_rows; v += LANES) {
-        Squares squares;
-        for (i64 p = 0; p < buffers.count; ++p) body(v, p, squares);
-        total += squares.total();
-    }
-    return total;
+// Calls body(first_part, width) for every group of parts. The width is known to the compiler.
+template <class Body> [[gnu::always_inline]] inline void each_group(const Buffers &buffers, Body body) {
+    i64 p = 0;
+    for (; p + Buffers::GROUP <= buffers.count; p += Buffers::GROUP) body(p, std::integral_constant<int, Buffers::GROUP>());
+    for (; p < buffers.count; ++p) body(p, std::integral_constant<int, 1>());
+}
+
+// Calls body(v, p) for every tile.
+template <class Body> [[gnu::always_inline]] inline void each_tile(const Buffers &buffers, Body body) {
+    for (i64 v = 0; v < buffers.num_rows; v += LANES)
+        for (i64 p = 0; p < buffers.count; ++p) body(v, p);
 }
 
 // A head whose NaNs and infinities are replaced by zeros, in memory of its own; returns how many there were.
