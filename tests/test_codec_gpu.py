@@ -32,12 +32,8 @@ from mamba_checkpoint_cache.codec.gpu import (  # noqa: E402
     RESTORE_OPTIONS,
 )
 from mamba_checkpoint_cache.codec.gpu_kernels import compress_kernel, restore_kernel  # noqa: E402
-from mamba_checkpoint_cache.codec.gpu_pivot_kernels import (  # noqa: E402
-    Code,
-    Head,
-    pivot_compress_kernel,
-    pivot_restore_kernel,
-)
+from mamba_checkpoint_cache.codec.gpu_pivot_head import Code, Head  # noqa: E402
+from mamba_checkpoint_cache.codec.gpu_pivot_kernels import pivot_compress_kernel, pivot_restore_kernel  # noqa: E402
 from mamba_checkpoint_cache.codec.pivot import precision_of  # noqa: E402
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}

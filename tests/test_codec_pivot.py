@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
@@ -13,7 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mamba_checkpoint_cache.codec.pivot import SCALE, Int5PivotCodec, Int8PivotCodec, Minifloat, pack, precision_of, unpack
+from mamba_checkpoint_cache.codec.pivot import (
+    COARSE,
+    FINE,
+    SCALE,
+    Int5PivotCodec,
+    Int8PivotCodec,
+    Minifloat,
+    pack,
+    precision_of,
+    unpack,
+)
 from mamba_checkpoint_cache.state import StateSpec
 
 CODECS = (Int8PivotCodec(), Int5PivotCodec())
@@ -146,7 +157,9 @@ def test_zeros_stay_zeros(codec: Any, dtype: torch.dtype) -> None:
 
     assert not round_trip(codec, torch.zeros(48, 20, dtype=dtype))[1].any()
     assert round_trip(codec, torch.zeros(48, 20, dtype=dtype))[2] == [0, 0, 0]
-    assert not round_trip(codec, head)[1][:, 7].any()
+    stored, restored, _ = round_trip(codec, head)
+    assert not restored[:, 7].any()
+    assert numbers_in(stored["gain"], precision_of(dtype).gain_bits, 20)[7] == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -190,6 +203,161 @@ def test_denormals_are_harmless(codec: Any) -> None:
     assert restored[:, 0].abs().max() < 1e-6
 
 
+def unrotated(rotated: np.ndarray) -> Tensor:
+    """The float32 head that rotates to ``rotated``, of so odd a size that there are only signs to undo."""
+    return torch.from_numpy((rotation(len(rotated)).T @ rotated).astype(np.float32))
+
+
+LITERAL = {  # u = (15, 1, -7) and g = (1.625, 1.125) / 16 leave rests of (-24, -104, -40) and (-24, 120, -72) / 2^10
+    "int8-pivot": {  # s = (1.75, 2) / 2^11, q = (-27, -119, -46), (-24, 120, -72)
+        "exponent": "7f",
+        "pivot": "8f04",
+        "gain": "7571",
+        "scale": "a6a8",
+        "q": "e5e8" + "8978" + "d2b8",
+    },
+    "int5-pivot": {  # s = (1.75, 2) / 2^8, q + 16 = (13, 1, 10), (13, 31, 7)
+        "exponent": "7f",
+        "pivot": "8f04",
+        "gain": "7571",
+        "scale": "bec0",
+        "low": "1dfd" + "0a07",
+        "high": "0002",
+    },
+}
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_literal_bytes(codec: Any) -> None:
+    """A head small enough to compress by hand."""
+    stored, _, _ = round_trip(codec, unrotated(np.array([[1.5, 1.03125], [0, 0.1875], [-0.75, -0.5625]])))
+
+    assert {name: field.tobytes().hex() for name, field in stored.items()} == LITERAL[codec.name]
+
+
+def fixed_numbers(*shape: int) -> np.ndarray:
+    """Numbers in [-1, 1), the same on every machine and in every version of every library (SplitMix64)."""
+    mixed = (np.arange(math.prod(shape), dtype=np.uint64) + 1) * 0x9E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    return (mixed >> 40).astype(np.float64).reshape(shape) / 2**23 - 1
+
+
+GOLDEN = {
+    ("int8-pivot", torch.float32): "97fd886857faabba",
+    ("int8-pivot", torch.bfloat16): "a5a8fb706d42d5ec",
+    ("int8-pivot", torch.float16): "15c9cf50b7d81f64",
+    ("int5-pivot", torch.float32): "aff0b1bff3bc1ddb",
+    ("int5-pivot", torch.bfloat16): "3183e9715cab5cd0",
+    ("int5-pivot", torch.float16): "75ff3ce1a8bc9dcb",
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_no_byte_has_changed(codec: Any, dtype: torch.dtype) -> None:
+    """Ordinary, large, small and well predicted heads are stored as ever: what changes a byte is another format."""
+    u, g, noise = fixed_numbers(4, 512, 1), fixed_numbers(4, 1, 252), fixed_numbers(4, 512, 252)
+    size = np.array([1, torch.finfo(dtype).max / 2, torch.finfo(dtype).smallest_normal * 4, 1])[:, None, None]
+    heads = (u * g + noise / 4) * size * 2.0 ** -(np.arange(252) % 18)
+    odd, fraction = 2 * np.floor(8 * u[3]) + 1, (8 + np.arange(252) % 8) / 16
+    heads[3] = rotation(512).T @ (odd * fraction + noise[3] * 2.0**-20)
+    state = torch.from_numpy(heads).to(dtype)[None, None]
+    stored = codec.allocate(StateSpec(1, *state.shape[2:], dtype), 1, CPU)
+
+    codec.compress(state, (0,), stored, (0,))
+    codec.restore(stored, (0,), state, (0,))
+
+    digest = hashlib.sha256()
+    for tensor in (*(stored[name] for name in sorted(stored)), state):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest()[:16] == GOLDEN[codec.name, dtype]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_the_first_of_equal_channels_is_the_pivot(codec: Any) -> None:
+    """Of two channels that reach equally far the first is the pivot, the other its negative."""
+    column = some_head(48, 1, torch.float32)
+
+    stored, _, _ = round_trip(codec, torch.cat([column / 2, column, -column], 1))
+
+    assert (np.sign(Decoded(stored, 48, 3, torch.float32).gain) == [1, 1, -1]).all()
+
+
+@pytest.mark.parametrize(
+    ("largest", "exponent"),
+    [(0, 1), (3e-42, 1), (2.0**-126, 1), (2.0**-125, 2), (1, 127), (2 - 2.0**-23, 127), (2, 128), (2.0**127, 253), (3.4e38, 253)],
+)
+def test_the_exponent(largest: float, exponent: int) -> None:
+    """It is that of the largest magnitude, as far as the power of two and its inverse are normal numbers."""
+    stored, _, _ = round_trip(Int8PivotCodec(), unrotated(np.full((3, 2), largest)))
+
+    assert int(stored["exponent"]) == exponent
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_what_is_not_finite_counts_as_zero(codec: Any, dtype: torch.dtype) -> None:
+    """NaN and infinities are stored and restored as zeros would be, and counted."""
+    spoiled = some_head(48, 20, dtype)
+    spoiled[3, 4], spoiled[5, 4], spoiled[7, 9] = math.nan, math.inf, -math.inf
+    clean = torch.where(spoiled.isfinite(), spoiled, 0)
+
+    (stored, restored, report), (expected, same, (signal, error, _)) = round_trip(codec, spoiled), round_trip(codec, clean)
+
+    assert all((stored[name] == expected[name]).all() for name in expected)
+    assert torch.equal(restored, same)
+    assert report[0] == signal
+    assert report[1] == error
+    assert report[2] == 3
+
+
+def test_gains_are_summed_row_by_row() -> None:
+    """Where the order in which products are summed decides between two gains, it is that of the rows, in float32."""
+    rows, channels = 31, 400
+    rotated = fixed_numbers(rows, channels) / 4
+    rotated[:, 0] = 1.5 * fixed_numbers(rows) / np.abs(fixed_numbers(rows)).max()
+    u = Decoded(round_trip(Int8PivotCodec(), unrotated(rotated[:, :1]))[0], rows, 1, torch.float32).u
+    gain = rotated.T @ u / (u @ u) * 16
+    halfway = np.exp2(np.floor(np.log2(np.abs(gain)))) * (1 + (2 * (np.arange(channels) % 8) + 1) / 16)
+    rotated[:, 1:] *= (halfway / np.abs(gain))[1:]
+    rotated = rotated.astype(np.float32)
+
+    stored, _, _ = round_trip(Int8PivotCodec(), unrotated(rotated))
+
+    total = np.zeros(channels, np.float32)
+    for row in range(rows):
+        total = total + rotated[row] * np.float32(u[row])
+    gain = np.abs(total / np.float32(u @ u)) * np.float32(16)
+    up = gain >= halfway.astype(np.float32)
+    exponent = np.floor(np.log2(np.abs(halfway)))
+    lower = 8 * (exponent + 14) + np.arange(channels) % 8
+    assert 100 < up[1:].sum() < 300
+    assert (stored["gain"] % 128 == lower + up)[1:].all()
+
+
+@pytest.mark.parametrize(("codec", "levels"), [(Int8PivotCodec(), 127), (Int5PivotCodec(), 15)], ids=["int8", "int5"])
+def test_halves_of_a_step(codec: Any, levels: int) -> None:
+    """A rest of exactly ``levels`` steps has that step as its scale, and what lies halfway is rounded as the formula says."""
+    step = np.arange(8, 16) / 2**11
+    halves = (np.arange(levels) + 0.5)[:, None] * step
+    rest = np.concatenate([levels * step[None], -levels * step[None], halves, -halves, 0 * step[None]])
+    rotated = np.concatenate([np.full((len(rest), 1), 1.5), rest], 1)
+
+    stored, _, _ = round_trip(codec, unrotated(rotated))
+
+    found = Decoded(stored, *rotated.shape, torch.float32)
+    assert (found.gain[1:] == 0).all()
+    assert (found.scale[1:] == step).all()
+    inverse = np.float32(1) / step.astype(np.float32)
+    assert (found.q[:, 1:] == np.rint(rest.astype(np.float32) * inverse)).all()
+
+
+def test_names() -> None:
+    """What the formats are called, and that they lose something."""
+    assert [(codec.name, codec.lossy) for codec in CODECS] == [("int8-pivot", True), ("int5-pivot", True)]
+
+
 def test_bytes_at_the_usual_size() -> None:
     """The default takes no more than the peer's format: 8.25 bits an element for float32 states, 8.125 for bfloat16."""
     for dtype, limit in ((torch.float32, 8.25), (torch.float16, 8.25), (torch.bfloat16, 8.125)):
@@ -212,6 +380,25 @@ def test_minifloats(value: float, kind: Minifloat) -> None:
     assert nearest == 0 or float(distance[nearest]) <= float(distance[1:].min())
 
 
+@pytest.mark.parametrize(
+    ("kind", "least", "second", "most"),
+    [(SCALE, 2.0**-31, 1.125 * 2.0**-31, 1.875), (FINE.gain, 0, 1.125 * 2.0**-14, 3.75), (COARSE.gain, 0, 2.0**-5, 2)],
+)
+def test_where_minifloats_end(kind: Minifloat, least: float, second: float, most: float) -> None:
+    """The least and the largest numbers; what is beyond goes to them, what is halfway goes up, and each number to itself."""
+    codes = torch.arange(kind.largest + 1, dtype=torch.int32)
+    numbers = kind.decode(codes)
+
+    assert [float(numbers[i]) for i in (0, 1, -1)] == [least, second, most]
+    for up in (True, False):
+        assert torch.equal(kind.encode(numbers, up=up), codes)
+        assert kind.encode(torch.tensor([0.0, 9.0]), up=up).tolist() == [0, kind.largest]
+    above = numbers[1:-1].nextafter(torch.tensor(9.0))
+    assert torch.equal(kind.encode(above, up=True), codes[2:])
+    assert torch.equal(kind.encode(above, up=False), codes[1:-1])
+    assert torch.equal(kind.encode((numbers[1:-1] + numbers[2:]) / 2, up=False), codes[2:])
+
+
 @given(st.lists(st.integers(0, 255), max_size=20), st.sampled_from([1, 2, 4, 8]))
 def test_packing(values: list[int], bits: int) -> None:
     """Codes come back, and lie where a reader of bits looks for them."""
@@ -220,4 +407,6 @@ def test_packing(values: list[int], bits: int) -> None:
     packed = pack(codes, bits)
 
     assert torch.equal(unpack(packed, bits, len(values)), codes)
-    assert numbers_in(packed.numpy().astype(np.uint8), bits, len(values)).tolist() == codes.tolist()
+    packed_bytes = packed.numpy().astype(np.uint8)
+    assert numbers_in(packed_bytes, bits, len(values)).tolist() == codes.tolist()
+    assert not np.unpackbits(packed_bytes, bitorder="little")[len(values) * bits :].any()

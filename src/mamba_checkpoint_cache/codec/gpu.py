@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mamba_checkpoint_cache.codec.call import Call
 from mamba_checkpoint_cache.codec.gpu_kernels import compress_kernel, restore_kernel
-from mamba_checkpoint_cache.codec.gpu_pivot_kernels import Code, Head, pivot_compress_kernel, pivot_restore_kernel
+from mamba_checkpoint_cache.codec.gpu_pivot_head import Code, Head
+from mamba_checkpoint_cache.codec.gpu_pivot_kernels import pivot_compress_kernel, pivot_restore_kernel
 from mamba_checkpoint_cache.codec.pivot import Int5PivotCodec, Int8PivotCodec, PivotCodec, precision_of
 from mamba_checkpoint_cache.codec.reference import (
     MIN_AMAX,

@@ -18,7 +18,7 @@ UNSPECIALIZED, UNALIGNED = ("state_row", "stored_row"), ("p_state_rows", "p_stor
 
 
 @triton.jit
-def _locate(
+def locate(
     p_state_rows, p_stored_rows, state_row, stored_row, num_stored_rows, stride_layer, stride_row, stride_head,
     NUM_LAYERS: tl.constexpr, NUM_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,7 @@ def _locate(
 
 
 @triton.jit
-def _finite(x):
+def is_finite(x):
     """Whether elements are neither NaN nor infinite."""
     return tl.abs(x) < float("inf")
 
@@ -45,7 +45,7 @@ def _finite(x):
 def _load_finite(p_x, mask):
     """A tile in float32, with zeros for what is not finite, and the number of those."""
     x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
-    finite = _finite(x)
+    finite = is_finite(x)
     return tl.where(finite, x, 0.0), tl.sum(tl.where(finite, 0, 1))
 
 
@@ -57,7 +57,7 @@ def compress_kernel(
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, MIN_AMAX: tl.constexpr, LARGEST_SCALE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Compress and measure BLOCK_K channels of one head; without ``p_q``, only measure them."""
-    o_head, i_stored = _locate(
+    o_head, i_stored = locate(
         p_state_rows, p_stored_rows, state_row, stored_row, num_stored_rows, stride_layer, stride_row, stride_head,
         NUM_LAYERS, NUM_HEADS,
     )  # fmt: skip
@@ -113,7 +113,7 @@ def restore_kernel(
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Decompress one tile of one head."""
-    o_head, i_stored = _locate(
+    o_head, i_stored = locate(
         p_state_rows, p_stored_rows, state_row, stored_row, num_stored_rows, stride_layer, stride_row, stride_head,
         NUM_LAYERS, NUM_HEADS,
     )  # fmt: skip
