@@ -11,7 +11,7 @@ import torch
 from cache_play import Turn, build, play
 from engine_side import Request
 
-from mamba_checkpoint_cache import Telemetry
+from mamba_checkpoint_cache import DriftGuard, Telemetry
 
 TURNS = [Turn((1, 2, 3, 4), (2, 4), poisoned=False, end="finish", after="nothing")] * 3
 
@@ -24,7 +24,7 @@ class Worker:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self.telemetry = Telemetry("worker")
-        self.cache = build(self.telemetry)
+        self.cache = build(self.telemetry, DriftGuard())
         self.held: list = []
 
     def play(self) -> str:
@@ -38,6 +38,12 @@ class Worker:
 
     def run(self) -> None:
         self.held.append(Request(self.cache, [7, 8]))
+
+    def commit(self) -> None:
+        self.held[-1].commit(2, 1.0)
+
+    def drop(self) -> None:
+        self.cache.active.free(self.held.pop().slot)
 
     def flush(self) -> None:
         self.cache.flush()

@@ -62,6 +62,7 @@ GOLDEN = [
     ("mamba_checkpoint_top1_agreement_total", "counter", {"agreed": ("yes", "no")}),
     ("mamba_checkpoint_drift_checks_total", "counter", {"outcome": ("ok", "over_budget", "failed", "skipped")}),
     ("mamba_checkpoint_guard_mode", "gauge", {"mode": ("normal", "native", "stopped")}),
+    ("mamba_checkpoint_drift_budget", "gauge", {"kind": ("relative_error", "kl_nats")}),
     ("mamba_checkpoint_guard_changes_total", "counter", {"to": ("normal", "native", "stopped")}),
     ("mamba_checkpoint_residency_seconds", "histogram", {"ended": ("evicted", "flushed")}),
     ("mamba_checkpoint_telemetry_errors_total", "counter", {}),

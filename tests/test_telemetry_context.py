@@ -16,6 +16,7 @@ from opentelemetry import context, trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from structlog.testing import capture_logs
 
 from mamba_checkpoint_cache import Telemetry, add_trace_ids
@@ -69,6 +70,87 @@ def test_calls_within_a_request_belong_to_it_on_any_thread(traces: Traces) -> No
     parents = {span.name: by_id[span.parent.span_id] for span in spans if span.parent}
     assert parents["mamba_checkpoint.commit"] == parents["mamba_checkpoint.match"] == "request"
     assert parents["mamba_checkpoint.compress"] == "mamba_checkpoint.commit"
+
+
+def test_a_request_without_a_trace_of_its_own_is_one_trace(traces: Traces) -> None:
+    """Nothing is current: restore and commits follow the match in its trace, steps below them, and no second root appears."""
+    cache = build(Telemetry(tracer_provider=traces.provider))
+    serve(cache, [1, 2, 3], 2, 3)
+
+    (root,) = (span for span in traces.exporter.get_finished_spans() if span.name == "mamba_checkpoint.match")
+    found = traces.of("mamba_checkpoint.match")
+    assert root.parent is None
+    assert [names(found).count(name) for name in ("match", "restore", "commit", "compress")] == [1, 1, 2, 2]
+    following = [span for span in found if span.name.endswith((".restore", ".commit"))]
+    assert all(span.parent is not None and span.parent.span_id == root.context.span_id for span in following)
+
+
+class Once(Sampler):
+    """Samples the roots as it is told, one after the other, and what has a parent as its parent."""
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions = list(decisions)
+
+    def should_sample(self, parent_context: object, *_arguments: object, **_options: object) -> SamplingResult:
+        parent = trace.get_current_span(parent_context).get_span_context()  # type: ignore[arg-type]
+        if parent.is_valid:
+            return SamplingResult(Decision.RECORD_AND_SAMPLE if parent.trace_flags.sampled else Decision.DROP)
+        return SamplingResult(self.decisions.pop(0))
+
+    def get_description(self) -> str:
+        return "as told"
+
+
+def test_a_request_is_sampled_as_a_whole() -> None:
+    """One decision, at the match: of an unsampled request nothing is recorded or asked again, of a sampled one everything."""
+    sampler, exporter = Once(Decision.DROP, Decision.RECORD_AND_SAMPLE), InMemorySpanExporter()
+    provider = TracerProvider(sampler, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    telemetry = Telemetry(tracer_provider=provider)
+    cache = build(telemetry)
+    cache.active.telemetry = NULL  # an allocation belongs to no request: a root of its own
+
+    serve(cache, [1, 2, 3], 3)
+    assert exporter.get_finished_spans() == ()
+    serve(cache, [4, 5, 6], 3)
+
+    assert names(list(exporter.get_finished_spans())) == ["alloc", "commit", "compress", "match", "restore"]
+    assert sampler.decisions == []
+    assert (
+        telemetry.registry.get_sample_value(
+            "mamba_checkpoint_operation_seconds_count", {"cache": "default", "operation": "compress"}
+        )
+        == 2
+    )
+
+
+def test_an_unsampled_match_does_not_silence_a_sampled_caller(traces: Traces) -> None:
+    """What is current when a commit is made comes first: an unsampled match elsewhere takes nothing away from it."""
+    sampler = Once(*[Decision.DROP, Decision.RECORD_AND_SAMPLE] * 2)
+    provider = TracerProvider(sampler, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(traces.exporter))
+    telemetry = Telemetry(tracer_provider=provider)
+    cache = build(telemetry)
+    cache.active.telemetry = NULL
+    for parent in ("current", "within"):
+        match = cache.match_prefix([1, 2, 3])
+        slot = cache.active.allocate()
+        assert slot is not None
+        root = provider.get_tracer("application").start_span("caller")
+        carried = trace.set_span_in_context(root)
+        if parent == "current":
+            token = context.attach(carried)
+            cache.restore(match, slot)
+            context.detach(token)
+        else:
+            with telemetry.within(carried):
+                cache.restore(match, slot)
+        cache.release(match)
+        cache.active.free(slot)
+        (span,) = traces.exporter.get_finished_spans()
+        assert span.parent is not None
+        assert span.parent.span_id == root.get_span_context().span_id
+        traces.exporter.clear()
 
 
 def test_within_undoes_itself_and_may_be_nested(traces: Traces) -> None:

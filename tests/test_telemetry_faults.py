@@ -103,7 +103,7 @@ def broken(parts: set[str], flaky: Flaky) -> Iterator[Telemetry]:
         if "counters" in parts:
             patches.enter_context(patch.object(Counter, "inc", inc))
         if "histograms" in parts:
-            patches.enter_context(patch.object(Histogram, "observe", flaky.before(Histogram.observe)))
+            patches.enter_context(patch.object(Histogram, "settle", flaky.before(Histogram.settle)))
         if "snapshot" in parts:
             patches.enter_context(patch.object(GaugeMetricFamily, "add_metric", flaky.before(GaugeMetricFamily.add_metric)))
         yield telemetry
@@ -164,10 +164,10 @@ def test_no_telemetry_means_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
         (recorder.Metrics, "__init__"),
         (recorder.Tracing, "__init__"),
         (Logs, "__init__"),
-        (recorder.Birth, "__new__"),
         (Counter, "__init__"),
         (Counter, "inc"),
         (Histogram, "observe"),
+        (Histogram, "settle"),
         (opentelemetry.context, "attach"),
         (recorder.time, "perf_counter"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,8 @@ from telemetry_fakes import Pools, scrape, value
 
 from mamba_checkpoint_cache.telemetry.catalogue import METRICS, VERSION
 from mamba_checkpoint_cache.telemetry.containment import Containment
-from mamba_checkpoint_cache.telemetry.metrics import Metrics, PoolSnapshot, PoolsSnapshot
+from mamba_checkpoint_cache.telemetry.instruments import taken
+from mamba_checkpoint_cache.telemetry.metrics import MOST_UNSETTLED, SETTLE_EVERY, Metrics, PoolSnapshot, PoolsSnapshot
 
 SERIES_BUDGET = 350
 
@@ -90,6 +92,18 @@ def test_the_mode_of_a_guard_is_one_of_its_modes(metrics: Metrics, registry: Col
         assert found == {"normal": 0, "native": 0, "stopped": 0} | {mode: 1}
 
 
+def test_the_ceilings_of_a_guard_are_those_it_was_given(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """By kind, a ceiling without end as a number that nothing exceeds; no claim at all where no guard watches."""
+    pools = Pools()
+    metrics.source = pools
+    assert value(registry, "drift_budget", kind="relative_error") is None
+
+    metrics.source = lambda: replace(pools(), ceilings={"relative_error": 0.02, "kl_nats": math.inf})
+
+    assert value(registry, "drift_budget", kind="relative_error") == 0.02
+    assert value(registry, "drift_budget", kind="kl_nats") == sys.float_info.max
+
+
 def test_no_gauges_before_there_are_pools(metrics: Metrics, registry: CollectorRegistry) -> None:
     """Until a cache reports its pools, no gauge claims anything about them."""
     assert value(registry, "slot_capacity", pool="active") is None
@@ -134,8 +148,8 @@ def test_a_nonsensical_snapshot_makes_no_series(
 )
 def test_amounts_become_plain_floats(metrics: Metrics, registry: CollectorRegistry, amount: float) -> None:
     """A numpy or torch scalar adds its number, and leaves no array behind in the sum."""
-    metrics.add("tokens_total", "prompt", amount=amount)
-    metrics.observe("hops", value=amount)
+    metrics.add(("tokens_total", "prompt", amount))
+    metrics.histograms["hops",].observe(amount)
 
     for name, labels in (("tokens_total", {"kind": "prompt"}), ("hops_sum", {})):
         found = value(registry, name, **labels)
@@ -151,13 +165,13 @@ def test_impossible_amounts_are_refused_whole(
 ) -> None:
     """NaN, Inf, a negative or no number at all changes nothing and is reported; the next good value counts (fault 29)."""
     before = scrape(registry)
-    metrics.add("tokens_total", "prompt", amount=bad)
-    metrics.observe("hops", value=bad)
+    metrics.add(("tokens_total", "prompt", bad))
+    metrics.histograms["hops",].observe(bad)
     assert scrape(registry) == before
     assert len(errors) == 2
 
-    metrics.add("tokens_total", "prompt", amount=3)
-    metrics.observe("hops", value=3)
+    metrics.add(("tokens_total", "prompt", 3))
+    metrics.histograms["hops",].observe(3)
     assert value(registry, "tokens_total", kind="prompt") == 3
     assert value(registry, "hops_sum") == 3
 
@@ -170,17 +184,34 @@ def test_unknown_names_make_no_series(
 ) -> None:
     """A label value outside the catalogue is an error and creates nothing: series can't grow without bound (fault 33)."""
     before = scrape(registry)
-    metrics.add(*series)
-    metrics.observe(*series, value=1)
+    metrics.add((*series, 1))
+    metrics.add(("lookups_total", "hit", 1))
 
-    assert scrape(registry) == before
-    assert len(errors) == 2
+    assert scrape(registry).keys() == before.keys()
+    assert len(errors) == 1
+    assert value(registry, "lookups_total", outcome="hit") == 1
+
+
+@pytest.mark.parametrize(("number", "bucket"), [(0, "0.0"), (6, "6.0"), (6.001, "8.0"), (64, "64.0"), (65, "+Inf")])
+def test_a_bound_belongs_to_its_bucket(metrics: Metrics, registry: CollectorRegistry, number: float, bucket: str) -> None:
+    """``le`` is what it says: less or equal; each bucket counts all below, and the last counts everything."""
+    metrics.histograms["hops",].observe(number)
+
+    counts = {
+        sample.labels["le"]: sample.value
+        for f in registry.collect()
+        for sample in f.samples
+        if sample.name.endswith("hops_bucket")
+    }
+    assert next(le for le, count in counts.items() if count) == bucket
+    assert list(counts.values()) == sorted(counts.values())
 
 
 def test_exemplars_appear_in_openmetrics(metrics: Metrics, registry: CollectorRegistry) -> None:
-    """An exemplar stands at the bucket of its observation; one that is too long is reported and doesn't break the scrape."""
-    metrics.observe("hops", value=5, exemplar={"trace_id": "ab" * 16})
-    metrics.observe("hops", value=5, exemplar={"trace_id": "x" * 200})
+    """An exemplar stands at the bucket of its observation; one that is too long is refused and doesn't break the scrape."""
+    metrics.histograms["hops",].observe(5, {"trace_id": "ab" * 16})
+    with pytest.raises(ValueError, match="may have 128 characters"):
+        metrics.histograms["hops",].observe(5, {"trace_id": "x" * 200})
 
     lines = [line for line in generate_openmetrics(registry).decode().splitlines() if " # {" in line]
     assert len(lines) == 1
@@ -193,7 +224,7 @@ def test_two_caches_share_a_registry(registry: CollectorRegistry) -> None:
     first = Metrics("first", registry, Containment(pytest.fail))
     second = Metrics("second", registry, Containment(pytest.fail))
     first.source = second.source = Pools()
-    first.add("lookups_total", "hit")
+    first.add(("lookups_total", "hit", 1))
 
     assert value(registry, "lookups_total", cache="first", outcome="hit") == 1
     assert value(registry, "lookups_total", cache="second", outcome="hit") == 0
@@ -210,7 +241,7 @@ def test_two_caches_share_a_registry(registry: CollectorRegistry) -> None:
 def test_a_live_name_is_refused_and_a_closed_one_free(registry: CollectorRegistry) -> None:
     """Two live caches of one name would add up unseen: the second is refused, with what to do, and does no harm to the first."""
     first = Metrics("same", registry, Containment(pytest.fail))
-    first.add("lookups_total", "hit")
+    first.add(("lookups_total", "hit", 1))
 
     with pytest.raises(ValueError, match=r"'same' already reports to this registry: close it, or give this one another name"):
         Metrics("same", registry, Containment(pytest.fail))
@@ -232,7 +263,7 @@ def test_a_hundred_lives_leave_no_trace(registry: CollectorRegistry) -> None:
     for life in range(100):
         metrics = Metrics(f"cache-{life % 2}", registry, Containment(pytest.fail))
         metrics.source = Pools()
-        metrics.add("lookups_total", "hit")
+        metrics.add(("lookups_total", "hit", 1))
         assert value(registry, "lookups_total", cache=f"cache-{life % 2}", outcome="hit") == 1
         metrics.close()
 
@@ -296,7 +327,7 @@ def test_losing_the_collector_breaks_nothing(registry: CollectorRegistry) -> Non
     for collector in list(registry._collector_to_names):
         registry.unregister(collector)
 
-    metrics.add("lookups_total", "hit")
+    metrics.add(("lookups_total", "hit", 1))
     second = Metrics("second", registry, Containment(pytest.fail))
 
     assert value(registry, "lookups_total", cache="first", outcome="hit") == 1
@@ -329,14 +360,77 @@ def test_a_restricted_scrape_works(metrics: Metrics, registry: CollectorRegistry
     assert names == {"mamba_checkpoint_lookups_total", "mamba_checkpoint_slot_capacity"}
 
 
+def test_what_nobody_scrapes_does_not_pile_up(metrics: Metrics) -> None:
+    """Numbers are settled now and then by themselves: soon where requests end, in the end also where none does."""
+    for settle_from, most in ((SETTLE_EVERY, SETTLE_EVERY), (MOST_UNSETTLED, MOST_UNSETTLED)):
+        for _ in range(3 * MOST_UNSETTLED):
+            metrics.add(("lookups_total", "hit", 1))
+            metrics.histograms["hops",].observe(1)
+            metrics.publish(settle_from)
+            assert len(metrics._notes) <= most
+            assert len(metrics.histograms["hops",].fresh) <= most
+
+
+class Busy(list):
+    """Another thread appends to it at the worst moment."""
+
+    def __getitem__(self, index: slice) -> list:
+        some = super().__getitem__(index)
+        self.append("late")
+        return some
+
+
+def test_what_comes_while_notes_are_taken_stays() -> None:
+    """Taking notes loses none that is appended meanwhile."""
+    notes = Busy(["early"])
+
+    assert taken(notes) == ["early"]
+    assert list(notes) == ["late"]
+
+
+def test_recording_never_waits_for_a_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """While a scrape adds up, the recording thread goes on and leaves the rest for later; a second scrape takes its turn."""
+    scraping, done = threading.Event(), threading.Event()
+    outlasted: list[bool] = []
+
+    def scrape_slowly() -> None:
+        with metrics._settling:
+            scraping.set()
+            outlasted.append(done.wait(10))
+
+    thread = threading.Thread(target=scrape_slowly)
+    thread.start()
+    scraping.wait(10)
+    metrics.add(("lookups_total", "hit", 1))
+    metrics.publish(settle_from=1)
+    second = threading.Thread(target=metrics.collect)
+    second.start()
+    second.join(0.2)
+    waited = second.is_alive()
+    done.set()
+    thread.join()
+    second.join()
+
+    assert outlasted == [True]
+    assert waited
+    assert value(registry, "lookups_total", outcome="hit") == 1
+
+
 def test_scrapes_during_work_always_add_up(metrics: Metrics, registry: CollectorRegistry) -> None:
-    """With an atomic snapshot, states add up to the capacity in every scrape while slots move and caches come and go."""
+    """In every scrape, while slots move, numbers are noted and settled and caches come and go: states add up to the capacity,
+    nothing is counted twice, lost or taken back.
+    """
     pools = Pools()
     metrics.source = pools
     torn: list[object] = []
     stop = threading.Event()
 
+    hits = ("mamba_checkpoint_lookups_total", frozenset({("cache", "default"), ("outcome", "hit")}))
+    count = ("mamba_checkpoint_hops_count", frozenset({("cache", "default")}))
+    bucket = ("mamba_checkpoint_hops_bucket", frozenset({("cache", "default"), ("le", "+Inf")}))
+
     def scrape_until_stopped() -> None:
+        seen = 0.0, 0.0
         while not stop.is_set():
             try:
                 samples = scrape(registry)
@@ -345,21 +439,33 @@ def test_scrapes_during_work_always_add_up(metrics: Metrics, registry: Collector
                 )
                 if slots != 16:
                     torn.append(slots)
+                now = samples[hits], samples[count]
+                if now < seen or samples[count] != samples[bucket]:
+                    torn.append((seen, now, samples[bucket]))
+                seen = now
             except Exception as error:  # noqa: BLE001 a thread's exception would be lost
                 torn.append(error)
 
     threads = [threading.Thread(target=scrape_until_stopped) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns at every chance
     for thread in threads:
         thread.start()
-    for step in range(3000):
-        free = step % 17
-        pools.checkpoint = (free, 0, 16 - free, 0)
-        metrics.add("lookups_total", "hit")
-        if step % 50 == 0:
-            Metrics("passing", registry, Containment(torn.append)).close()
-    stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        for step in range(3000):
+            free = step % 17
+            pools.checkpoint = (free, 0, 16 - free, 0)
+            metrics.add(("lookups_total", "hit", 1))
+            metrics.histograms["hops",].observe(step % 5)
+            metrics.publish(settle_from=7)
+            if step % 50 == 0:
+                Metrics("passing", registry, Containment(torn.append)).close()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
 
     assert torn == [], (len(torn), torn[:3])
-    assert value(registry, "lookups_total", outcome="hit") == 3000
+    assert value(registry, "lookups_total", outcome="hit") == value(registry, "hops_count") == 3000
+    assert value(registry, "hops_sum") == 6000

@@ -232,7 +232,7 @@ def test_whatever_breaks_inside_is_contained(clock: Clock, monkeypatch: pytest.M
         elif broken == "clock":
             patch.setattr(telemetry._instruments, "clock", fail)
         elif broken == "observe":
-            patch.setattr(telemetry._metrics._histograms["operation_seconds", "match"], "observe", fail)
+            patch.setattr(telemetry._metrics.histograms["operation_seconds", "match"], "observe", fail)
         elif broken == "logger":
             structlog.configure(processors=[fail])
         else:

@@ -27,7 +27,7 @@ def provide(sampler: Sampler = ALWAYS_ON) -> tuple[TracerProvider, InMemorySpanE
 def record(operation: str, attributes: dict[str, object], error: BaseException | None = None) -> ReadableSpan:
     provider, exporter = provide()
     tracing = Tracing("default", provider)
-    span, token = tracing.start(operation)  # type: ignore[arg-type]
+    span, _, token = tracing.start(operation)  # type: ignore[arg-type]
     tracing.finish(span, token, attributes, error)  # type: ignore[arg-type]
     return exporter.get_finished_spans()[0]
 
@@ -57,7 +57,7 @@ def test_a_started_span_is_current_until_finished() -> None:
     provider, exporter = provide()
     tracing = Tracing("default", provider)
     with provider.get_tracer("engine").start_as_current_span("request") as request:
-        span, token = tracing.start("commit")
+        span, _, token = tracing.start("commit")
         with provider.get_tracer("engine").start_as_current_span("callback"):
             pass
         tracing.finish(span, token, {}, None)
@@ -72,7 +72,7 @@ def test_an_unsampled_span_keeps_spans_inside_unsampled() -> None:
     """A span inside an unsampled one belongs to its trace, rather than being sampled as a root of its own."""
     provider, exporter = provide(ALWAYS_OFF)
     tracing = Tracing("default", provider)
-    span, token = tracing.start("commit")
+    span, _, token = tracing.start("commit")
 
     inner = trace.get_current_span().get_span_context()
     assert inner == span.get_span_context()
@@ -85,7 +85,7 @@ def test_an_unsampled_span_keeps_spans_inside_unsampled() -> None:
 
 def test_without_sdk_nothing_becomes_current() -> None:
     """With no tracer provider configured there is no span, no context, and nothing to undo."""
-    span, token = Tracing("default", None).start("match")
+    span, _, token = Tracing("default", None).start("match")
 
     assert span is INVALID_SPAN
     assert token is None
@@ -107,7 +107,7 @@ def test_a_span_ends_even_if_its_attributes_fail() -> None:
     """If setting attributes raises, the span still ends and the context is restored."""
     provider, exporter = provide()
     tracing = Tracing("default", provider)
-    span, token = tracing.start("match")
+    span, _, token = tracing.start("match")
     span.set_attributes = lambda attributes: 1 / 0  # type: ignore[method-assign,assignment,return-value]
 
     with pytest.raises(ZeroDivisionError):
@@ -123,7 +123,8 @@ def test_a_provider_set_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     provider, exporter = provide()
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
 
-    tracing.finish(*tracing.start("match"), {}, None)
+    span, _, token = tracing.start("match")
+    tracing.finish(span, token, {}, None)
 
     assert len(exporter.get_finished_spans()) == 1
 

@@ -95,16 +95,18 @@ def test_the_numbers_of_workers_add_up(start: Callable[..., WorkerProcess], tmp_
     assert scrape.by("slots", "state", pool="checkpoint") == {"free": 3, "reserved": 0, "evictable": 6, "locked": 0}
     assert scrape.value("slot_capacity", pool="checkpoint") == 9
     assert scrape.value("info", codec="int8") == 1
+    assert scrape.by("guard_mode", "mode") == {"normal": 1, "native": 0, "stopped": 0}
+    assert scrape.value("drift_budget", kind="relative_error") == 0.05
     assert scrape.value("telemetry_errors_total") == 0
 
-    names = {line.split()[0] for line in GOLDEN.read_text().splitlines()} - {"mamba_checkpoint_guard_mode"}  # has no guard
+    names = {line.split()[0] for line in GOLDEN.read_text().splitlines()}
     types = [line.split() for line in exposition(tmp_path).splitlines() if line.startswith("# TYPE")]
     assert {name for _, _, name, _ in types} == names
     assert 'pid="' not in exposition(tmp_path)
 
 
-def test_gauges_follow_each_call_of_a_worker(start: Callable[..., WorkerProcess], tmp_path: Path) -> None:
-    """What another process reads is what the pools are after the last call, also where a call had no operation."""
+def test_the_files_follow_each_call_of_a_worker(start: Callable[..., WorkerProcess], tmp_path: Path) -> None:
+    """What another process reads is what the pools are and what was counted after the last call, operation or not."""
     worker = start()
     worker.play()
 
@@ -114,6 +116,12 @@ def test_gauges_follow_each_call_of_a_worker(start: Callable[..., WorkerProcess]
     assert slots(tmp_path) == {"free": 1, "reserved": 0, "evictable": 2, "locked": 0}
     worker.run()
     assert merged(tmp_path).by("slots", "state", pool="active") == {"free": 3, "reserved": 0, "evictable": 0, "locked": 1}
+    stored = merged(tmp_path).value("commits_total", outcome="stored")
+    worker.commit()
+    assert merged(tmp_path).value("commits_total", outcome="stored") == stored + 1
+    released = merged(tmp_path).value("slot_frees_total", pool="active", reason="released")
+    worker.drop()
+    assert merged(tmp_path).value("slot_frees_total", pool="active", reason="released") == released + 1
     worker.flush()
     assert slots(tmp_path) == {"free": 3, "reserved": 0, "evictable": 0, "locked": 0}
     assert merged(tmp_path).value("bytes", pool="checkpoint", kind="occupied") == 0

@@ -97,9 +97,10 @@ class PrefixCache:
             limit = self._tree.radix.floor(max(0, len(tokens) - 1))
             hit = find_hit(self._tree.radix, self.policy, walk, key, limit)
             match = self._leases.begin(hit, walk.matched, self._degradation.epoch)
+            match.trace = operation.trace
             lost = max(0, min(match.matched, limit) - match.depth)
             operation.set(depth=match.depth, outcome="hit" if match.depth else "miss", reason=match.miss)
-        self.telemetry.lookup(prompt=len(tokens), reused=match.depth, lost=lost, miss=match.miss)
+            self.telemetry.lookup(prompt=len(tokens), reused=match.depth, lost=lost, miss=match.miss)
         return match
 
     def release(self, match: Match) -> None:
@@ -124,7 +125,7 @@ class PrefixCache:
         self._leases.require(match)
         if match.depth and not match.restorable:
             raise HandleError("this lease was restored already, or a commit has moved it: match the prompt again")
-        with self.telemetry.operation("restore") as operation:
+        with self.telemetry.operation("restore", match.trace) as operation:
             self.active.begin_write(slot)
             checkpoint = match.node.checkpoint if match.restorable else None
             if checkpoint is None:
@@ -135,8 +136,8 @@ class PrefixCache:
                 checkpoint.reused = True
             self.active.end_write(slot, depth=match.depth, hops=match.hops, epoch=match.epoch)
             operation.set(depth=match.depth, hops=match.hops, outcome="restored" if checkpoint else "zeroed")
+            self._record_restore(checkpoint)
         self._leases.unlock(match)
-        self._record_restore(checkpoint)
         self.telemetry.moved()
 
     def _record_restore(self, checkpoint: Checkpoint | None) -> None:
@@ -172,7 +173,7 @@ class PrefixCache:
         true_depth = depth - self.active.ring(source)
         ids = array("i") if kv is None else array("i", kv[:true_depth])
         offer = _Offer(tokens, true_depth, source, ids, lease, ready)
-        with self.telemetry.operation("commit") as operation:
+        with self.telemetry.operation("commit", lease.trace if lease else None) as operation:
             self._degradation.follow(self._lifecycle)
             known = depth == self.active.depth(source)
             result = self._commit(offer) if known else self._skip("depth_mismatch", offer)
@@ -180,7 +181,7 @@ class PrefixCache:
             operation.set(depth=result.depth, outcome=result.outcome, reason=reason)
             if donate:
                 self.active.free(source, "donated")
-        self.telemetry.committed(result.outcome, reason)
+            self.telemetry.committed(result.outcome, reason)
         return result
 
     def _commit(self, offer: _Offer) -> Stored | Duplicate | Skipped:
@@ -307,7 +308,7 @@ class PrefixCache:
             "fingerprint": self.checkpoints.fingerprint,
         }
         pools = (self.active.snapshot(), self.checkpoints.snapshot())
-        return PoolsSnapshot(pools, info, self._degradation.mode, self.checkpoints.layers)
+        return PoolsSnapshot(pools, info, self._degradation.mode, self.checkpoints.layers, self._degradation.ceilings)
 
     def _require_fingerprint(self, checkpoint: Checkpoint) -> None:
         if checkpoint.fingerprint != self.checkpoints.fingerprint:

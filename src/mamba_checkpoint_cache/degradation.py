@@ -63,6 +63,11 @@ class Degradation:
         """The guard's mode; None without a guard."""
         return None if self._guard is None else self._guard.mode
 
+    @property
+    def ceilings(self) -> dict[str, float]:
+        """The ceilings of the guard's budget; none without a guard."""
+        return {} if self._guard is None else self._guard.budget.ceilings
+
     def refuses(self, epoch: int) -> bool:
         """Whether nothing is to be stored now of a request that was matched in ``epoch``."""
         return epoch != self.epoch or not self._laid_out or self._followed[0] == "stopped"

@@ -62,7 +62,7 @@ class CheckpointLifecycle:
             if slot is None:
                 outcome = self._shortage()
             operation.set(pool="checkpoint", outcome=outcome)
-        self._telemetry.allocation("checkpoint", outcome)
+            self._telemetry.allocation("checkpoint", outcome)
         return self._shortage() if slot is None else slot
 
     def write(
@@ -190,7 +190,7 @@ class CheckpointLifecycle:
         with self._telemetry.operation("free") as operation:
             self._pool.slots.free(slot)
             operation.set(pool="checkpoint", reason=reason)
-        self._telemetry.freed("checkpoint", reason)
+            self._telemetry.freed("checkpoint", reason)
 
     def check(self) -> None:
         """Raise :class:`InvariantError` unless the pending queue is exactly the pending checkpoints of the tree."""

@@ -67,7 +67,7 @@ class ActivePool:
             slot = self.slots.reserve()
             outcome: AllocationOutcome = "exhausted" if slot is None else "ok"
             operation.set(pool="active", outcome=outcome)
-        self.telemetry.allocation("active", outcome)
+            self.telemetry.allocation("active", outcome)
         return slot
 
     def free(self, slot: ActiveSlot, reason: FreeReason = "released") -> None:
@@ -75,7 +75,7 @@ class ActivePool:
         with self.telemetry.operation("free") as operation:
             self.slots.free(slot)
             operation.set(pool="active", reason=reason)
-        self.telemetry.freed("active", reason)
+            self.telemetry.freed("active", reason)
 
     def advance(self, slot: ActiveSlot, *, depth: int, ring: int = 0) -> None:
         """Record that the engine has run ``depth`` tokens through the slot, the last ``ring`` of which are not in the state yet.

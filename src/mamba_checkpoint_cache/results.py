@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mamba_checkpoint_cache.telemetry.catalogue import CommitOutcome, MissReason, SkipReason
+from mamba_checkpoint_cache.telemetry.tracing import Trace
 from mamba_checkpoint_cache.tree.node import Node
 
 
@@ -32,6 +33,8 @@ class Match:
     """Where the lease stands in the tree; it moves with each commit made under it."""
     restorable: bool
     """The checkpoint is locked for this lease, until it is restored or the lease moves on."""
+    trace: Trace | None = None
+    """What the spans of restores and commits under this lease continue, where no other trace is current."""
 
 
 @dataclass(frozen=True, slots=True)

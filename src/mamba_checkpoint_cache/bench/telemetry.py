@@ -22,6 +22,7 @@ from torch import Tensor
 from mamba_checkpoint_cache.bench.one_thread import one_thread
 from mamba_checkpoint_cache.bench.stand_in import TINY, NoCodec, NoKv
 from mamba_checkpoint_cache.cache import PrefixCache
+from mamba_checkpoint_cache.codec import DEFAULT_CODEC
 from mamba_checkpoint_cache.codec.base import Codec
 from mamba_checkpoint_cache.model_configs import spec_from_config
 from mamba_checkpoint_cache.plan import named_config
@@ -55,8 +56,9 @@ def run(*, rounds: int = 200, commits: int = 60, scrapes: int = 60, ids: int = I
 
     ``operation_us``: a match, and its release, without telemetry (``bare``), with metrics alone, with spans that are not sampled,
     and with spans that are recorded. ``commit_ratio``: the time of a commit with metrics and unsampled spans over that without
-    telemetry; every commit reserves, evicts, compresses to int8 and publishes, a state of Qwen3-Next or of the model that
-    ``serve`` takes by itself. ``scrape_ms``: how long one takes, by the wall clock, while that model's engine is never idle, and
+    telemetry; every commit reserves, evicts, compresses with the default codec and publishes, a state of Qwen3-Next or of the
+    model that ``serve`` takes by itself. What a commit notes is added up at a release, which is in ``operation_us``.
+    ``scrape_ms``: how long one takes, by the wall clock, while that model's engine is never idle, and
     ``scrape_bytes`` what comes of it. ``series_before`` and ``series_after``: so many requests with prompts of random tokens.
     """
     qwen = spec_from_config(named_config(MODEL)[1], state_dtype=torch.float32, conv_dtype=torch.bfloat16)
@@ -142,7 +144,7 @@ def _commits(spec: StateSpec, batch: int) -> dict[str, Callable[[], float]]:
     state = ActivePool(spec, 1).state.normal_(generator=torch.Generator().manual_seed(0))
 
     def timed(arm: str) -> Callable[[], float]:
-        requests = _Requests(arm, spec, "int8", state)
+        requests = _Requests(arm, spec, DEFAULT_CODEC, state)
         return lambda: sum(requests.serve() for _ in range(batch))
 
     return {arm: timed(arm) for arm in ("bare", "unsampled")}

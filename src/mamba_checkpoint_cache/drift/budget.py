@@ -25,12 +25,17 @@ class DriftBudget:
     recover_after: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("relative_error", "kl_nats"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"DriftBudget.{name} must be over 0, got {getattr(self, name)}")
+        for name, ceiling in self.ceilings.items():
+            if not ceiling > 0.0:
+                raise ValueError(f"DriftBudget.{name} must be over 0, got {ceiling}")
         for name in ("window", "checks", "recover_after"):
             if getattr(self, name) < 1:
                 raise ValueError(f"DriftBudget.{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def ceilings(self) -> dict[str, float]:
+        """The two ceilings by name."""
+        return {"relative_error": self.relative_error, "kl_nats": self.kl_nats}
 
     def holds_error(self, relative_error: float) -> bool:
         """Whether a compression's error in a layer is within the budget; NaN is not."""

@@ -234,6 +234,12 @@ METRICS = (
         (Label("mode", GUARD_MODES),),
     ),
     Metric(
+        "drift_budget",
+        "gauge",
+        "The drift guard's ceilings, on a compression's relative error and on a check's mean KL in nats; none without a guard.",
+        (Label("kind", ("relative_error", "kl_nats")),),
+    ),
+    Metric(
         "guard_changes_total",
         "counter",
         "Changes of the drift guard's mode, or of the layers it keeps native.",

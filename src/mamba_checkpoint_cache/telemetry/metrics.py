@@ -7,16 +7,16 @@ closed cache leaves nothing behind, and the gauges are the pools as they are at 
 from __future__ import annotations
 
 import os
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
-from math import inf
-from threading import Lock
-from typing import SupportsFloat
+from sys import float_info
+from threading import Lock, RLock
+from typing import Any, SupportsFloat
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import prometheus_client
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.core import Metric as Family
@@ -33,17 +33,13 @@ from mamba_checkpoint_cache.telemetry.catalogue import (
     Pool,
 )
 from mamba_checkpoint_cache.telemetry.containment import Containment
-from mamba_checkpoint_cache.telemetry.instruments import Counter, Histogram
-from mamba_checkpoint_cache.telemetry.workers import (
-    WorkerCounter,
-    WorkerGauges,
-    WorkerHistogram,
-    claim_room,
-    is_one_of_many,
-    require_room,
-)
+from mamba_checkpoint_cache.telemetry.instruments import Counter, Histogram, finite, taken
+from mamba_checkpoint_cache.telemetry.workers import WorkerFiles, WorkerGauges, claim_room, is_one_of_many, require_room
 
-ONE = 1.0
+SETTLE_EVERY = 128
+"""Operations between two settlements: about a thousand notes, a tenth of a millisecond. It comes when a request has ended."""
+MOST_UNSETTLED = 2048
+"""Operations after which it comes at once: no request has ended for long."""
 _METRICS = {metric.name: metric for metric in METRICS}
 
 
@@ -63,21 +59,23 @@ class PoolSnapshot:
 class PoolsSnapshot:
     """All pools of a cache at one moment; ``info`` has the keys codec, state_dtype and fingerprint; ``guard`` is its mode.
 
-    ``layers``: recurrent layers by the format that checkpoints keep them in.
+    ``layers``: recurrent layers by the format that checkpoints keep them in. ``ceilings``: the guard's, by kind.
     """
 
     pools: tuple[PoolSnapshot, ...]
     info: Mapping[str, str]
     guard: GuardMode | None = None
     layers: Mapping[str, int] = field(default_factory=dict)
+    ceilings: Mapping[str, float] = field(default_factory=dict)
 
 
 class Metrics:
     """The metrics of one cache: every counter and histogram exists, at 0, from construction until ``close``.
 
-    A series is named by its metric and then its label values, in the catalogue's order: ``add("misses_total", "evicted")``.
-    Whatever ``add``, ``observe`` or a scrape can't do ends in ``contained``; none of them raises. The registry holds this
-    object weakly, so that a cache which is dropped without being closed takes its series along.
+    A counter is named by its metric, then its label values in the catalogue's order, and is added to by a note of that and the
+    amount: ``add(("misses_total", "evicted", 1))``. Notes are settled, which is when they are looked at, at every scrape and now
+    and then between. What can't be settled, and what a scrape can't do, ends in ``contained``. The registry holds this object
+    weakly, so that a cache which is dropped without being closed takes its series along.
 
     Raises:
         ValueError: at construction, if a live cache of that name reports to ``registry``, or something else there owns one
@@ -90,50 +88,57 @@ class Metrics:
         self._registry = registry
         self._contained = contained
         self._gauges_of_worker: WorkerGauges | None = None
-        self._build(in_files=False)
+        self._notes: list[tuple[Any, ...]] = []
+        self.add = self._notes.append
+        self._unsettled = 0
+        self._settling = RLock()
+        self._counters: dict[tuple[str, ...], Counter] = {}
+        self.histograms: dict[tuple[str, ...], Histogram] = {}
+        for series, metric, labels in _all_series(cache):
+            if metric.type == "counter":
+                self._counters[series] = Counter(metric.full_name, labels)
+            elif metric.type == "histogram":
+                self.histograms[series] = Histogram(metric.full_name, labels, metric.buckets)
+        self.errors = self._counters["telemetry_errors_total",]
+        self.seconds: dict[str, Histogram] = {name: self.histograms["operation_seconds", name] for name in OPERATIONS}
         _attach(registry, self)
 
     def share(self) -> None:
         """Keep the numbers in this worker's files as well, if it is one of many. Raises :class:`OSError` if there is no room."""
         if is_one_of_many():
             require_room()
-            self._build(in_files=True)
+            files = WorkerFiles()
+            found = [
+                (instrument, files.open(_METRICS[series[0]], instrument.labels)) for series, instrument in self._instruments()
+            ]
             claim_room()
             self._gauges_of_worker = WorkerGauges(self.cache)
+            for instrument, file in found:
+                instrument.file = file
 
     def after_fork(self) -> None:
         """Start from 0 in a child process: what the parent has counted, the parent exposes."""
         shared, self._gauges_of_worker = self._gauges_of_worker is not None, None
-        self._build(in_files=False)
+        self._settling = RLock()  # a scrape of the parent's may have held it
+        self._notes.clear()
+        for _, instrument in self._instruments():
+            instrument.reset()
         if shared:
             with self._contained:
                 self.share()
 
-    def publish(self) -> None:
-        """Write the gauges where the other workers' are, which is nowhere unless this is one of many."""
-        if self._gauges_of_worker is not None and self.source is not None:
-            with self._contained:
-                self._gauges_of_worker.write(_read(self.source()))
-
-    def add(self, *series: str, amount: SupportsFloat = ONE) -> None:
-        """Add to a counter: 1, or an amount that is finite and at least 0."""
-        try:  # entering ``contained`` would cost as much as the increment
-            self._counters[series].inc(ONE if amount is ONE else _number(amount))
-        except Exception as error:  # noqa: BLE001
-            self._contained.on_error(error)
-
-    def observe(self, *series: str, value: SupportsFloat, exemplar: dict[str, str] | None = None) -> None:
-        """Put a value, finite and at least 0, into a histogram; ``exemplar`` holds at most 128 characters."""
-        try:
-            self._histograms[series].observe(_number(value), exemplar)
-        except Exception as error:  # noqa: BLE001
-            self._contained.on_error(error)
-
-    def took(self, operation: str, seconds: float, exemplar: dict[str, str] | None) -> None:
-        """Observe how long an operation took. May raise: its caller, who calls most often of all, contains that."""
-        if not 0.0 <= seconds < inf:
-            raise ValueError(f"{operation} can't have taken {seconds} seconds")
-        self._seconds[operation].observe(seconds, exemplar)
+    def publish(self, settle_from: int = MOST_UNSETTLED) -> None:
+        """An operation has ended: settle if so many have; as one of many workers at once, for the scrape reads the files."""
+        self._unsettled += 1
+        if self._gauges_of_worker is not None or self._unsettled >= settle_from:
+            if self._settling.acquire(blocking=False):  # else a scrape is settling
+                try:
+                    self._settle()
+                finally:
+                    self._settling.release()
+            if self._gauges_of_worker is not None and self.source is not None:
+                with self._contained:
+                    self._gauges_of_worker.write(_read(self.source()))
 
     def close(self) -> None:
         """Take the series out of the registry; may be called twice."""
@@ -142,32 +147,35 @@ class Metrics:
         if self._gauges_of_worker is not None:
             self._gauges_of_worker.write({})
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterable[Family]:
         """All families of this cache."""
-        yield from self._gauges()
+        gauges = self._gauges()
         families: dict[str, Family] = {}
-        for instruments in (self._counters, self._histograms):
-            for series, instrument in instruments.items():
+        with self._settling:
+            self._settle()
+            for series, instrument in self._instruments():
                 metric = _METRICS[series[0]]
                 family = families.setdefault(metric.name, _family(metric))
                 family.samples += instrument.samples()
-        yield from families.values()
+        return [*gauges, *families.values()]
 
-    def _build(self, *, in_files: bool) -> None:
-        counters: dict[tuple[str, ...], Counter] = {}
-        histograms: dict[tuple[str, ...], Histogram] = {}
-        counter_files: dict[str, prometheus_client.Counter] = {}
-        histogram_files: dict[str, prometheus_client.Histogram] = {}
-        for series, metric, labels in _all_series(self.cache):
-            if metric.type == "counter":
-                plain = Counter(metric.full_name, labels)
-                counters[series] = WorkerCounter(metric, labels, counter_files) if in_files else plain
-            elif metric.type == "histogram":
-                observed = Histogram(metric.full_name, labels, metric.buckets)
-                histograms[series] = WorkerHistogram(metric, labels, histogram_files) if in_files else observed
-        self._counters, self._histograms = counters, histograms
-        self.errors = counters["telemetry_errors_total",]
-        self._seconds: dict[str, Histogram] = {name: histograms["operation_seconds", name] for name in OPERATIONS}
+    def _settle(self) -> None:
+        """Add up what was noted. Alike notes are first counted, in C."""
+        self._unsettled = 0
+        with self._contained:
+            for (*series, amount), times in _tally(taken(self._notes)):
+                try:
+                    self._counters[tuple(series)].inc(times * finite(amount))
+                except Exception as error:  # noqa: BLE001
+                    for _ in range(times):
+                        self._contained.on_error(error)
+            for histogram in self.histograms.values():
+                if histogram.fresh:
+                    histogram.settle(self._contained.on_error)
+
+    def _instruments(self) -> Iterator[tuple[tuple[str, ...], Counter | Histogram]]:
+        yield from self._counters.items()
+        yield from self.histograms.items()
 
     def _gauges(self) -> list[Family]:
         """The gauges, all from one snapshot; none at all if it can't be taken, since an old value would be a lie."""
@@ -185,7 +193,7 @@ class Metrics:
             for label, value in zip(metric.labels, values, strict=True):
                 if label.values and value not in label.values:
                     raise ValueError(f"label {label.name} of {metric.full_name} must be one of {label.values}, got {value!r}")
-            family.add_metric([self.cache, *values], _number(reading))
+            family.add_metric([self.cache, *values], finite(reading))
         return family
 
 
@@ -269,12 +277,11 @@ def _all_series(cache: str) -> Iterator[tuple[tuple[str, ...], Metric, dict[str,
             yield (metric.name, *values), metric, dict(zip(metric.label_names, (cache, *values), strict=True))
 
 
-def _number(value: SupportsFloat) -> float:
-    """As a plain float: one NaN would poison a sum for good, and a numpy or torch scalar would stay one."""
-    number = float(value)
-    if not 0.0 <= number < inf:
-        raise ValueError(f"expected a finite number, at least 0, got {number}")
-    return number
+def _tally(notes: list[tuple[Any, ...]]) -> Iterable[tuple[tuple[Any, ...], int]]:
+    try:
+        return Tally(notes).items()
+    except TypeError:  # one of them has something in it that has no hash, and is to be refused alone
+        return [(note, 1) for note in notes]
 
 
 def _read(snapshot: PoolsSnapshot) -> dict[str, dict[tuple[str, ...], SupportsFloat]]:
@@ -287,4 +294,6 @@ def _read(snapshot: PoolsSnapshot) -> dict[str, dict[tuple[str, ...], SupportsFl
         "bytes": {(pool.name, kind): getattr(pool, f"bytes_{kind}") for pool in pools for kind in BYTE_KINDS},
         "layers": {(codec,): count for codec, count in snapshot.layers.items()},
         "guard_mode": {(mode,): mode == snapshot.guard for mode in GUARD_MODES if snapshot.guard is not None},
+        # A ceiling may be infinite, a gauge not.
+        "drift_budget": {(kind,): min(ceiling, float_info.max) for kind, ceiling in snapshot.ceilings.items()},
     }

@@ -15,7 +15,7 @@ from mamba_checkpoint_cache.telemetry.catalogue import OperationName
 from mamba_checkpoint_cache.telemetry.containment import Containment
 from mamba_checkpoint_cache.telemetry.logs import Logs
 from mamba_checkpoint_cache.telemetry.metrics import Metrics
-from mamba_checkpoint_cache.telemetry.tracing import Scalar, Tracing, plain, sampled, trace_id
+from mamba_checkpoint_cache.telemetry.tracing import Scalar, Trace, Tracing, plain, sampled, trace_id
 
 
 @dataclass(slots=True)
@@ -40,18 +40,23 @@ class Operation:
 
     outer: Operation | None = None
     span: Span = INVALID_SPAN
+    trace: Trace | None = None
+    """For later operations of the same request; before the operation starts, that of an earlier one."""
     recording = False
+    unheard = True
+    """Neither a span nor a log line will tell of it."""
     exemplar: dict[str, str] | None = None
     _token: Token[Context] | None = None
-    _attributes: dict[str, Any] | None = None
 
-    def __init__(self, instruments: Instruments, name: OperationName) -> None:
+    def __init__(self, instruments: Instruments, name: OperationName, trace: Trace | None = None) -> None:
         self.name = name
         self._instruments = instruments
+        if trace is not None:
+            self.trace = trace
 
     def set(self, **attributes: Any) -> None:
         """Note plain scalars, which become attributes of the span; costs next to nothing while nothing records."""
-        if self._attributes is not None:
+        if not self.unheard:
             self._attributes.update(attributes)
 
     def commit(self) -> SpanContext | None:
@@ -70,7 +75,10 @@ class Operation:
                 if outer is None or outer.recording:  # inside a span that nobody keeps, none is worth its price
                     self._start_span()
                 if self.recording or tools.logs.detailed():
-                    self._attributes = {}
+                    self._attributes: dict[str, Any] = {}
+                    self.unheard = False
+                    if self.trace is not None:
+                        self.trace.heard = True
             finally:
                 self._started = tools.clock()
         except Exception as error:  # noqa: BLE001
@@ -84,8 +92,8 @@ class Operation:
         try:
             try:
                 seconds = tools.clock() - self._started
-                tools.metrics.took(self.name, seconds, self.exemplar)
-                if self._attributes is not None:
+                tools.metrics.seconds[self.name].observe(seconds, self.exemplar)
+                if not self.unheard:
                     attributes = plain(self._attributes, tools.contained)
                     tools.logs.operation(self.name, seconds, attributes)
             finally:
@@ -96,14 +104,10 @@ class Operation:
         except Exception as failure:  # noqa: BLE001
             tools.contained.on_error(failure)
 
-    @property
-    def unheard(self) -> bool:
-        """Whether neither a span nor a log line will tell of it."""
-        return self._attributes is None
-
     def _start_span(self) -> None:
         tools = self._instruments
-        self.span, self._token = tools.tracing.start(self.name, tools.parent if self.outer is None else None)
+        parent = tools.parent if self.outer is None else None
+        self.span, self.trace, self._token = tools.tracing.start(self.name, parent, self.trace)
         self.recording = self.span.is_recording()
         if self.recording and (context := sampled(self.span)) is not None:
             self.exemplar = {"trace_id": trace_id(context)}
@@ -127,21 +131,50 @@ class Within:
 
 
 class Step(Operation):
-    """An operation inside one that nothing records: timed, and no more, for the price of a commit is mostly that of its steps."""
+    """An operation inside one that nothing records: timed, and no more, for the price of a commit is mostly that of its steps.
+
+    One object serves every step of its name, since none runs inside another of the same name.
+    """
+
+    def __init__(self, instruments: Instruments, name: OperationName) -> None:
+        super().__init__(instruments, name)
+        self._clock = instruments.clock
+        self._took = instruments.metrics.seconds[name].fresh.append
 
     def set(self, **attributes: Any) -> None:
         """Nothing: nobody would read them."""
 
     def __enter__(self) -> Self:
         try:
-            self._started = self._instruments.clock()
+            self._started = self._clock()
         except Exception as error:  # noqa: BLE001
             self._instruments.contained.on_error(error)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        tools = self._instruments
         try:
-            tools.metrics.took(self.name, tools.clock() - self._started, None)
+            self._took(self._clock() - self._started)
+        except Exception as failure:  # noqa: BLE001
+            self._instruments.contained.on_error(failure)
+
+
+class Silent(Step):
+    """An operation of a request that nothing records. It makes nothing current: nothing is current around it either."""
+
+    def __enter__(self) -> Self:
+        tools = self._instruments
+        tools.current = self
+        try:  # rather than through ``super``: this runs at every commit
+            self._started = self._clock()
+        except Exception as error:  # noqa: BLE001
+            tools.contained.on_error(error)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        tools = self._instruments
+        tools.current = None
+        try:
+            self._took(self._clock() - self._started)
+            tools.metrics.publish()
         except Exception as failure:  # noqa: BLE001
             tools.contained.on_error(failure)

@@ -7,27 +7,21 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from opentelemetry.context import Context
-from opentelemetry.trace import SpanContext, TracerProvider
+from opentelemetry.context import Context, get_current
+from opentelemetry.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 
 from mamba_checkpoint_cache.telemetry import catalogue as names
 from mamba_checkpoint_cache.telemetry.containment import Containment
+from mamba_checkpoint_cache.telemetry.instruments import Histogram
 from mamba_checkpoint_cache.telemetry.logs import Logs
-from mamba_checkpoint_cache.telemetry.metrics import Metrics, PoolSnapshot, PoolsSnapshot
-from mamba_checkpoint_cache.telemetry.operation import Instruments, Operation, Step, Within
-from mamba_checkpoint_cache.telemetry.tracing import Scalar, Tracing
+from mamba_checkpoint_cache.telemetry.metrics import SETTLE_EVERY, Metrics, PoolSnapshot, PoolsSnapshot
+from mamba_checkpoint_cache.telemetry.operation import Instruments, Operation, Silent, Step, Within
+from mamba_checkpoint_cache.telemetry.tracing import Scalar, Trace, Tracing
 
-__all__ = ["NULL", "Birth", "NullTelemetry", "Operation", "PoolSnapshot", "PoolsSnapshot", "Telemetry"]
-
-
-class Birth(NamedTuple):
-    """When a checkpoint was stored, and the span of the commit that stored it if that was sampled."""
-
-    time: float
-    commit: SpanContext | None
+__all__ = ["NULL", "NullTelemetry", "Operation", "PoolSnapshot", "PoolsSnapshot", "Telemetry"]
 
 
 class Telemetry:
@@ -68,8 +62,15 @@ class Telemetry:
         self._clock = clock
         self._logs = Logs(cache, logger, clock)
         self._metrics = Metrics(cache, self.registry, self._contained)
+        self._add = self._metrics.add
+        histogram = self._metrics.histograms
+        self._state_error, self._head_error = histogram["relative_error", "state"], histogram["relative_error", "worst_head"]
+        self._hops, self._logit_kl = histogram["hops",], histogram["logit_kl_nats",]
+        self._lived = {ended: histogram["residency_seconds", ended] for ended in ("evicted", "flushed")}
         self._tracing = Tracing(cache, tracer_provider)
         self._instruments = Instruments(self._metrics, self._tracing, self._logs, self._contained, clock)
+        self._silent = {name: Silent(self._instruments, name) for name in names.OPERATIONS}
+        self._steps = {name: Step(self._instruments, name) for name in names.OPERATIONS}
         with self._contained:
             self._metrics.share()
 
@@ -80,13 +81,22 @@ class Telemetry:
 
     def moved(self) -> None:
         """Slots have moved outside of any operation."""
-        self._metrics.publish()
+        self._metrics.publish(settle_from=SETTLE_EVERY)
 
-    def operation(self, name: names.OperationName) -> Operation:
-        """A context manager around one operation. What its body raises passes through, and the span notes it."""
-        outer = self._instruments.current
-        kind = Operation if outer is None or not outer.unheard else Step
-        return kind(self._instruments, name)
+    def operation(self, name: names.OperationName, earlier: Trace | None = None) -> Operation:
+        """A context manager around one operation. What its body raises passes through, and the span notes it.
+
+        ``earlier`` is the trace of an earlier operation of the same request, to which this one belongs where nothing else is
+        current.
+        """
+        instruments = self._instruments
+        outer = instruments.current
+        if outer is None:
+            if earlier is not None and not earlier.heard and instruments.parent is None and get_current() is earlier.outside:
+                return self._silent[name]
+        elif outer.unheard:
+            return self._steps[name]
+        return Operation(instruments, name, earlier)
 
     def within(self, parent: Context | None) -> AbstractContextManager[object]:
         """A block whose calls belong to ``parent``, as ``opentelemetry.context.get_current()`` gave it where a request came in.
@@ -99,79 +109,84 @@ class Telemetry:
     def lookup(self, *, prompt: int, reused: int, lost: int, miss: names.MissReason | None) -> None:
         """A prompt was looked up; all counts in tokens. ``miss`` says why no more was reused, also on a hit."""
         with self._contained:
-            self._metrics.add("lookups_total", "hit" if reused > 0 else "miss")
-            self._metrics.add("tokens_total", "prompt", amount=prompt)
-            self._metrics.add("tokens_total", "reused", amount=reused)
-            self._metrics.add("tokens_total", "lost", amount=lost)
+            self._add(("lookups_total", "hit" if reused > 0 else "miss", 1))
+            self._add(("tokens_total", "prompt", prompt))
+            self._add(("tokens_total", "reused", reused))
+            self._add(("tokens_total", "lost", lost))
             if miss is not None:
-                self._metrics.add("misses_total", miss)
+                self._add(("misses_total", miss, 1))
 
     def allocation(self, pool: names.Pool, outcome: names.AllocationOutcome) -> None:
         """One attempt to take a slot ended."""
-        self._metrics.add("slot_allocations_total", pool, outcome)
+        self._add(("slot_allocations_total", pool, outcome, 1))
 
     def freed(self, pool: names.Pool, reason: names.FreeReason) -> None:
         """One slot was given back."""
-        self._metrics.add("slot_frees_total", pool, reason)
+        self._add(("slot_frees_total", pool, reason, 1))
 
     def compression(self, outcome: names.CompressionOutcome, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         """One state went through the codec, or was refused."""
-        self._metrics.add("compressions_total", outcome)
-        self._codec_bytes(bytes_in, bytes_out)
+        self._add(("compressions_total", outcome, 1))
+        self._add(("codec_bytes_total", "in", bytes_in))
+        self._add(("codec_bytes_total", "out", bytes_out))
         if outcome == "non_finite":
             with self._contained:
                 self._logs.emit(names.STATE_NON_FINITE)
 
     def report(self, relative_error: float, worst_head: float) -> None:
         """The report of one compression has arrived: Frobenius error over norm, of the state and of its worst head."""
-        self._observe("relative_error", "state", value=relative_error)
-        self._observe("relative_error", "worst_head", value=worst_head)
+        self._observe(relative_error, self._state_error)
+        self._observe(worst_head, self._head_error)
 
     def restored(self, outcome: names.RestoreOutcome, hops: int, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         """One active slot was written: from a checkpoint with ``hops`` lossy round trips behind it, or zeroed."""
-        with self._contained:
-            self._metrics.add("restores_total", outcome)
-            self._codec_bytes(bytes_in, bytes_out)
-            if outcome == "restored":
-                self._observe("hops", value=hops)
+        self._add(("restores_total", outcome, 1))
+        self._add(("codec_bytes_total", "in", bytes_in))
+        self._add(("codec_bytes_total", "out", bytes_out))
+        if outcome == "restored":
+            self._observe(hops, self._hops)
 
     def committed(self, outcome: names.CommitOutcome, reason: names.SkipReason | None = None) -> None:
         """One commit ended; ``reason`` says why it stored nothing."""
-        self._metrics.add("commits_total", outcome)
+        self._add(("commits_total", outcome, 1))
         if reason is not None:
-            self._metrics.add("skips_total", reason)
-        if reason in names.NO_SLOT:
+            self._add(("skips_total", reason, 1))
             with self._contained:
-                self._logs.emit(names.SLOTS_EXHAUSTED, reason=reason)
+                if reason in names.NO_SLOT:
+                    self._logs.emit(names.SLOTS_EXHAUSTED, reason=reason)
 
     def born(self) -> object:
         """What to keep beside a checkpoint that is being stored, and to hand to ``evicted`` when it goes."""
-        with self._contained:
+        try:  # rather than ``with contained``, whose price would be most of a small call's
             running = self._instruments.current
-            return Birth(self._clock(), running.commit() if running is not None and running.recording else None)
-        return None
+            commit = running.commit() if running is not None and running.recording else None
+            return self._clock(), commit
+        except Exception as error:  # noqa: BLE001
+            self._contained.on_error(error)
+            return None
 
     def evicted(self, reason: names.EvictionReason, reused: bool, birth: object) -> None:
         """One checkpoint was dropped. The span that runs links to the commit that stored it."""
-        with self._contained:
-            self._metrics.add("evictions_total", "checkpoint", reason, "yes" if reused else "no")
-            if not isinstance(birth, Birth):
-                return
-            ended = "flushed" if reason == "flush" else "evicted"
-            self._observe("residency_seconds", ended, value=self._clock() - birth.time)
-            running = self._instruments.current
-            if birth.commit is not None and running is not None:
-                running.span.add_link(birth.commit)
+        try:
+            self._add(("evictions_total", "checkpoint", reason, "yes" if reused else "no", 1))
+            if isinstance(birth, tuple):
+                born, commit = birth
+                self._observe(self._clock() - born, self._lived["flushed" if reason == "flush" else "evicted"])
+                if commit is not None and (running := self._instruments.current) is not None:
+                    running.span.add_link(commit)
+        except Exception as error:  # noqa: BLE001
+            self._contained.on_error(error)
 
     def checked(self, outcome: names.DriftOutcome, *, kl_nats: Iterable[float] = (), agreed: Iterable[bool] = ()) -> None:
         """One sampled logit check ended: by position, the KL (left out if not finite) and whether both runs agreed."""
         with self._contained:
-            self._metrics.add("drift_checks_total", outcome)
+            self._add(("drift_checks_total", outcome, 1))
             for value in kl_nats:
                 if math.isfinite(value):
-                    self._observe("logit_kl_nats", value=value)
+                    self._observe(value, self._logit_kl)
             for same in agreed:
-                self._metrics.add("top1_agreement_total", "yes" if same else "no")
+                self._add(("top1_agreement_total", "yes" if same else "no", 1))
+        self._metrics.publish()
 
     def check_failed(self, error: Exception) -> None:
         """A sampled logit check came to nothing because of ``error``; :meth:`checked` counts it."""
@@ -184,23 +199,25 @@ class Telemetry:
         An event on the span that is current.
         """
         with self._contained:
-            self._metrics.add("guard_changes_total", to)
+            self._add(("guard_changes_total", to, 1))
             fields: dict[str, Scalar] = {"mode": to, "cause": cause, "commits": commits, "codec": codec}
             self._tracing.event(names.GUARD_EVENT, fields)
             self._logs.emit(names.GUARD_RECOVERED if to == "normal" else names.GUARD_DEGRADED, **fields)
+        self._metrics.publish()
 
     def close(self) -> None:
         """Take the series out of the registry and let go of the pools: the name is free again. May be called twice."""
         with self._contained:
             self._metrics.close()
 
-    def _codec_bytes(self, bytes_in: int, bytes_out: int) -> None:
-        self._metrics.add("codec_bytes_total", "in", amount=bytes_in)
-        self._metrics.add("codec_bytes_total", "out", amount=bytes_out)
-
-    def _observe(self, *series: str, value: float) -> None:
+    def _observe(self, value: float, histogram: Histogram) -> None:
+        """Note a value, with the trace that it was seen in if somebody keeps that."""
         running = self._instruments.current
-        self._metrics.observe(*series, value=value, exemplar=None if running is None else running.exemplar)
+        if running is None or running.exemplar is None:
+            histogram.fresh.append(value)
+        else:
+            with self._contained:
+                histogram.observe(value, running.exemplar)
 
     def _failed(self, error: Exception) -> None:
         with suppress(Exception):
@@ -231,7 +248,7 @@ class NullTelemetry(Telemetry):
     def __init__(self) -> None:
         self._operation = _NullOperation()
 
-    def operation(self, name: names.OperationName) -> Operation:  # noqa: D102
+    def operation(self, name: names.OperationName, earlier: Trace | None = None) -> Operation:  # noqa: D102
         return self._operation
 
     def within(self, parent: Context | None) -> AbstractContextManager[object]:  # noqa: D102

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import Token
+from dataclasses import dataclass
 from numbers import Integral, Real
 
 from opentelemetry import context, trace
@@ -17,6 +18,18 @@ Scalar = str | bool | int | float
 SPAN_NAMES = {span.operation: span.full_name for span in SPANS}
 
 
+@dataclass(slots=True)
+class Trace:
+    """What the first operation of a request ran in, for those that follow: its own context, and what was current around it.
+
+    ``heard`` says whether a span or a log line tells of it.
+    """
+
+    context: Context
+    outside: Context
+    heard: bool = False
+
+
 class Tracing:
     """Opens and ends the spans of one cache; without ``tracer_provider``, through whichever is global when a span starts."""
 
@@ -24,16 +37,23 @@ class Tracing:
         self._cache = cache
         self._tracer = trace.get_tracer(SCOPE, VERSION, tracer_provider)
 
-    def start(self, operation: OperationName, parent: Context | None = None) -> tuple[Span, Token[Context] | None]:
-        """Start a span under ``parent``, or what is current. It becomes current, so that others nest in it; the token ends that.
+    def start(
+        self, operation: OperationName, parent: Context | None = None, earlier: Trace | None = None
+    ) -> tuple[Span, Trace | None, Token[Context] | None]:
+        """Start a span under ``parent``, or what is current, or else in the trace of the ``earlier`` operation of its request.
 
-        An unsampled span becomes current too, or else spans inside would be sampled as roots of their own. Where there is no SDK
-        and no trace to continue, there is nothing to make current, which is what makes that case cheap.
+        It becomes current, so that others nest in it; the token ends that. An unsampled span becomes current too, or else spans
+        inside would be sampled as roots of their own. Where there is no SDK and no trace to continue, there is nothing to make
+        current, which is what makes that case cheap.
         """
+        outside = context.get_current()
+        if earlier is not None and trace.get_current_span(parent) is INVALID_SPAN:
+            parent = earlier.context
         span = self._tracer.start_span(SPAN_NAMES[operation], parent)
         if span is INVALID_SPAN:
-            return span, None
-        return span, context.attach(trace.set_span_in_context(span, parent))
+            return span, None, None
+        inside = trace.set_span_in_context(span, parent)
+        return span, Trace(inside, outside), context.attach(inside)
 
     def finish(
         self, span: Span, token: Token[Context] | None, attributes: Mapping[str, Scalar], error: BaseException | None

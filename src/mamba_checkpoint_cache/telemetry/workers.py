@@ -11,18 +11,17 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import prometheus_client as prometheus
 
 from mamba_checkpoint_cache.telemetry.catalogue import METRICS, Metric
-from mamba_checkpoint_cache.telemetry.instruments import Counter, Histogram
 
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 ROOM_BYTES = 2**19
 """More than the files of one cache take."""
-ANY_WORKER = ("info", "guard_mode")
-"""Gauges that are 1 if they are so in any live worker; the others are sums over the live workers."""
+ANY_WORKER = ("info", "guard_mode", "drift_budget")
+"""Gauges that are the greatest of all live workers', so 1 if they are so in any; the others are sums over the live workers."""
 
 Readings = Mapping[str, Mapping[tuple[str, ...], SupportsFloat]]
 
@@ -45,36 +44,22 @@ def claim_room() -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-class WorkerCounter(Counter):
-    """A counter that is in this worker's file too."""
+class WorkerFiles:
+    """The counters and histograms of one cache in this worker's files."""
 
-    def __init__(self, metric: Metric, labels: dict[str, str], parents: dict[str, prometheus.Counter]) -> None:
-        super().__init__(metric.full_name, labels)
-        if metric.name not in parents:
-            parents[metric.name] = prometheus.Counter(metric.full_name, metric.help, metric.label_names, registry=None)
-        self._file = parents[metric.name].labels(*labels.values())
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}
 
-    def inc(self, amount: float = 1.0) -> None:
-        """Add a number that is at least 0."""
-        super().inc(amount)
-        self._file.inc(amount)
-
-
-class WorkerHistogram(Histogram):
-    """A histogram that is in this worker's file too, without exemplars, which files have no place for."""
-
-    def __init__(self, metric: Metric, labels: dict[str, str], parents: dict[str, prometheus.Histogram]) -> None:
-        super().__init__(metric.full_name, labels, metric.buckets)
-        if metric.name not in parents:
-            parents[metric.name] = prometheus.Histogram(
-                metric.full_name, metric.help, metric.label_names, buckets=metric.buckets, registry=None
+    def open(self, metric: Metric, labels: dict[str, str]) -> Any:
+        """The counter or histogram of prometheus_client for one series."""
+        if metric.name not in self._families:
+            names = (metric.full_name, metric.help, metric.label_names)
+            self._families[metric.name] = (
+                prometheus.Counter(*names, registry=None)
+                if metric.type == "counter"
+                else prometheus.Histogram(*names, buckets=metric.buckets, registry=None)
             )
-        self._file = parents[metric.name].labels(*labels.values())
-
-    def observe(self, value: float, exemplar: dict[str, str] | None = None) -> None:
-        """Count a number that is at least 0."""
-        super().observe(value, exemplar)
-        self._file.observe(value)
+        return self._families[metric.name].labels(*labels.values())
 
 
 class WorkerGauges:
