@@ -6,10 +6,10 @@ from dashboards import queries as q
 from dashboards.look import NEUTRAL, high_is_bad, low_is_bad
 from dashboards.page import Page
 from dashboards.panels import Column, Panel, lines, number, rows_of, scatter, spread, state, timeline
+from mamba_checkpoint_cache.drift.budget import DriftBudget
 
-ERROR_CEILING = 0.05
-KL_CEILING = 0.1
-"""The drift budget of a cache that wasn't given another."""
+NEARLY = 0.5
+"""Of a ceiling: from there on it is near."""
 NATS = "si: nats"
 """The blank keeps the n from being read as nano."""
 GUARD_STATES = (("normal", "green"), ("native", "orange"), ("stopped", "red"))
@@ -35,6 +35,21 @@ def _agreement(by: str = "") -> str:
 
 def _error(by: str) -> str:
     return q.quantile(0.95, "relative_error", by=by, window=q.SAMPLED, **ERROR)
+
+
+def _kl(by: str) -> str:
+    return q.mean("logit_kl_nats", by=by, window=q.SAMPLED)
+
+
+def _ceiling(kind: str, by: str) -> str:
+    """What the drift budget of each cache allows; without a guard, what a budget allows by default."""
+    default = f"{DriftBudget().ceilings[kind]} + 0 * max by ({by}) ({q.series('info')})"
+    return f"(max by ({by}) ({q.series('drift_budget', kind=kind)}) > 0 or {default})"
+
+
+def _used(measured: str, kind: str) -> str:
+    """How much of a ceiling is used up, by cache."""
+    return q.ratio(f"({measured})", _ceiling(kind, q.CACHE))
 
 
 def _named(expression: str) -> str:
@@ -65,22 +80,22 @@ def _now() -> list[Panel]:
             empty="nothing stored",
         ),
         number(
-            "How far are states off?",
-            "Relative error that 95 % of the compressions of the last 15 minutes stayed under, of the worst cache; in native "
-            "mode, of the guard's trials. If it nears the ceiling of 5 %, or the one that you configured: follow the runbook.",
-            f"max({_error(q.CACHE)})",
+            "How much of the error budget do states use?",
+            "Relative error that 95 % of the compressions of the last 15 minutes stayed under, as a share of what the drift "
+            "budget allows, of the worst cache; in native mode, of the guard's trials. If it nears 100 %: follow the runbook.",
+            f"max({_used(_error(q.CACHE), 'relative_error')})",
             unit="percentunit",
-            limits=high_is_bad(ERROR_CEILING / 2, ERROR_CEILING),
+            limits=high_is_bad(NEARLY, 1),
             empty="nothing compressed",
             runbooks="DriftAboveCeiling",
         ),
         number(
-            "How far are the next tokens off?",
-            "Mean KL divergence between restored and recomputed runs, sampled over the last 15 minutes, of the worst cache. "
-            "The ceiling is 0.1 nats unless configured otherwise. If it is near: follow the runbook.",
-            f"max({q.mean('logit_kl_nats', by=q.CACHE, window=q.SAMPLED)})",
-            unit=NATS,
-            limits=high_is_bad(KL_CEILING / 2, KL_CEILING),
+            "How much of the KL budget do next tokens use?",
+            "Mean KL divergence between restored and recomputed runs, sampled over the last 15 minutes, as a share of what the "
+            "cache's drift budget allows, of the worst cache. If it nears 100 %: follow the runbook.",
+            f"max({_used(_kl(q.CACHE), 'kl_nats')})",
+            unit="percentunit",
+            limits=high_is_bad(NEARLY, 1),
             empty="not sampled",
             runbooks="DriftAboveCeiling",
         ),
@@ -139,9 +154,10 @@ def _drift() -> list[Panel]:
     return [
         lines(
             "How large is the error of a whole state?",
-            "Frobenius error of a compression relative to the state. int8 usually lies between 0.4 % and 1 %. If it rises with "
-            "the same model: another kind of traffic, or a state that outgrows its scales; see the heatmap for which share.",
-            _p95_and_p50(**ERROR),
+            "Frobenius error of a compression relative to the state. int8 usually lies between 0.4 % and 1 %; the dashed line is "
+            "the budget's ceiling. If it rises with the same model: other traffic, or a state that outgrows its scales; the "
+            "heatmap shows which share.",
+            {**_p95_and_p50(**ERROR), f"ceiling {EACH}": _ceiling("relative_error", "instance, cache")},
             unit="percentunit",
             runbooks="DriftAboveBaseline",
         ),
@@ -178,13 +194,13 @@ def _drift() -> list[Panel]:
         lines(
             "How far apart are the next-token distributions?",
             "KL divergence between a restored and a recomputed run, position by position, over 15 minutes of samples. The guard "
-            "judges the mean. If that nears the ceiling, where the red begins: follow the runbook.",
+            "judges the mean. If that nears the ceiling, the dashed line: follow the runbook.",
             {
-                f"mean {EACH}": q.mean("logit_kl_nats", by="instance, cache", window=q.SAMPLED),
+                f"mean {EACH}": _kl("instance, cache"),
                 f"p95 {EACH}": q.quantile(0.95, "logit_kl_nats", by="instance, cache", window=q.SAMPLED),
+                f"ceiling {EACH}": _ceiling("kl_nats", "instance, cache"),
             },
             unit=NATS,
-            limits=high_is_bad(None, KL_CEILING),
             runbooks="DriftAboveCeiling",
         ),
         lines(
@@ -250,13 +266,9 @@ def _tradeoff() -> list[Panel]:
                 Column("running", q.series("info"), "none"),
                 Column("saved", _saved(by_cache), "bytes"),
                 Column("fits", _times(by_cache), "suffix:×"),
-                Column("error (p95)", error, "percentunit", high_is_bad(ERROR_CEILING / 2, ERROR_CEILING)),
-                Column(
-                    "KL (mean)",
-                    q.mean("logit_kl_nats", by=by_cache, window=q.SAMPLED),
-                    NATS,
-                    high_is_bad(KL_CEILING / 2, KL_CEILING),
-                ),
+                Column("error (p95)", error, "percentunit"),
+                Column("of its ceiling", _used(error, "relative_error"), "percentunit", high_is_bad(NEARLY, 1)),
+                Column("KL (mean)", _kl(by_cache), NATS),
                 Column("same token", _agreement(by_cache), "percentunit", low_is_bad(0.95, 0.98)),
                 Column("hops (mean)", q.mean("hops", by=by_cache, window=q.SAMPLED), "none", NEUTRAL),
             ],

@@ -36,7 +36,7 @@ States = Sequence[tuple[str, str]]
 HEIGHT = 9
 REFS = "ABCDEFGH"
 WHOLES = ("capacity", "pool")
-"""What is no part of a stack, but what the parts are seen against: a dashed line."""
+"""What is no part of a stack, but what the parts are seen against: a dashed line. So is any ``ceiling``, in red."""
 WHOLE_LOOK = (
     setting("custom.stacking", {"mode": "none"}),
     setting("custom.fillOpacity", 0),
@@ -109,6 +109,8 @@ def lines(
     for name, colour in coloured(queries).items():
         look = [setting("color", {"mode": "fixed", "fixedColor": colour}), *(WHOLE_LOOK if name in WHOLES else ())]
         panel = panel.override_by_name(name, look)
+    if any(name.startswith("ceiling ") for name in queries):
+        panel = panel.override_by_regexp("/^ceiling /", [setting("color", {"mode": "fixed", "fixedColor": "red"}), *WHOLE_LOOK])
     for ref, (name, expression) in zip(REFS, queries.items(), strict=False):
         panel = panel.with_target(over_time(ref, expression, name))
     return finish(panel, title, description, unit, shaded(limits), runbooks)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from alert_side import ALERTS, RELEASES, ROOT, as_read_by, rules, run, write
+from alert_side import ALERTS, RELEASES, ROOT, as_read_by, left_open, rules, run, write
 from test_cli import commands
 from tools import require_tool
 
-from mamba_checkpoint_cache import cli
+from mamba_checkpoint_cache import DriftBudget, cli
 from mamba_checkpoint_cache.telemetry.catalogue import METRICS
 
 RUNBOOKS = sorted((ALERTS / "runbooks").glob("*.md"))
@@ -44,6 +44,11 @@ def test_the_rules_are_valid() -> None:
 def test_each_alert_fires_when_it_should_and_not_else(path: Path, alerts: Path) -> None:
     """Prometheus' own unit tests pass, whether a range includes a sample at its left edge or not."""
     run(require_tool("promtool"), "test", "rules", alerts / "tests" / path.name)
+
+
+def test_a_range_of_release_3_lacks_its_left_edge() -> None:
+    """What stands for that release reads each range a millisecond shorter, subqueries too, and leaves all else."""
+    assert left_open("rate(x[5m]) > y[1d:30s] offset 45m") == "rate(x[299s999ms]) > y[86399s999ms:30s] offset 45m"
 
 
 def test_every_rule_is_seen_firing_and_every_alert_silent() -> None:
@@ -115,7 +120,7 @@ for _metric in METRICS:
     _labels: dict[str, tuple[str, ...]] = {label.name: label.values for label in _metric.labels}
     _suffixes = ("_sum", "_count", "_bucket") if _metric.type == "histogram" else ("",)
     for _suffix in _suffixes:
-        _bounds = {"le": tuple(str(bound) for bound in _metric.buckets)} if _suffix == "_bucket" else {}
+        _bounds = {"le": (*map(str, _metric.buckets), "+Inf")} if _suffix == "_bucket" else {}
         KNOWN[_metric.full_name + _suffix] = {"job": (), "instance": (), "cache": (), **_labels, **_bounds}
 
 
@@ -167,6 +172,18 @@ def test_every_name_is_in_the_catalogue(path: Path) -> None:
 def test_a_wrong_name_is_found(text: str) -> None:
     """The check above sees a metric, label, value, bound or recorded series that doesn't exist."""
     assert len(list(complaints(text))) == 1
+
+
+def test_without_a_guard_the_ceiling_is_what_a_budget_allows_by_default() -> None:
+    """The constants in the rule, in its text and in the runbook are the default of :class:`DriftBudget`."""
+    (rule,) = (rule for rule in RULES if "mamba_checkpoint_drift_budget" in rule["expr"])
+    ceiling = DriftBudget().relative_error
+    runbook = (ALERTS / "runbooks" / f"{rule['alert']}.md").read_text(encoding="utf-8")
+
+    assert f" or {ceiling} + 0 * " in " ".join(rule["expr"].split())
+    assert f"over {ceiling} where there is no guard" in rule["annotations"]["description"]
+    assert f"its default, {ceiling}." in runbook
+    assert f"(`--max-kl`, {DriftBudget().kl_nats} nats)" in runbook
 
 
 def test_each_alert_has_a_runbook_and_no_runbook_is_left_over() -> None:

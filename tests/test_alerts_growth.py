@@ -82,6 +82,8 @@ GROWTH = {
     "evenly in an hour under traffic": restless(linear(60, SLOTS), SLOTS),
     **{f"by {size} every {minutes} minutes": stairs(size, minutes, SLOTS) for size, minutes in STAIRS},
     "by 8 every 10 minutes under traffic": restless(stairs(8, 10, SLOTS), SLOTS),
+    **{f"evenly in {minutes} minutes from the start": linear(minutes, SLOTS)[len(QUIET) :] for minutes in (25, 45, 60, 120)},
+    "by 8 every 10 minutes from the start": stairs(8, 10, SLOTS)[len(QUIET) :],
 }
 
 
@@ -97,6 +99,11 @@ HEALTHY = {
     "a rise to a third": [*QUIET, *(min(SLOTS // 3, n) for n in range(200))],
     "a rise to a third, and back": [*QUIET, *(max(0, 21 - abs(21 - n)) for n in range(200))],
     "half of it locked in one step, and no more": [*QUIET, *[SLOTS // 2] * 240],
+    **{
+        f"half of it locked in one step, {minutes} minutes after the start": [0] * (minutes * 2) + [SLOTS // 2] * 240
+        for minutes in (1, 5, 10, 20, 30, 40, 44, 46)
+    },
+    "half of it locked from the start": [SLOTS // 2] * 240,
     "half of it locked all the time, more or less": [SLOTS // 2 + n * 7 % 9 - 4 for n in range(480)],
 }
 

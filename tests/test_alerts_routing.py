@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import yaml
 from alert_side import ALERTS, CACHE, rules, run
 from tools import free_port, require_tool, running, wait_for
 
@@ -30,6 +31,16 @@ def test_each_alert_reaches_the_receiver_of_its_severity(rule: dict[str, Any]) -
     config = f"--config.file={ALERTS / 'alertmanager.yml'}"
 
     assert run(require_tool("amtool"), "config", "routes", "test", config, *labels).split() == [rule["labels"]["severity"]]
+
+
+def test_a_page_is_repeated_soon_and_names_one_cache() -> None:
+    """One notification for each alert and cache; a page is sent at once, and again each hour; a ticket each day."""
+    route = yaml.safe_load((ALERTS / "alertmanager.yml").read_text(encoding="utf-8"))["route"]
+    (page,) = (child for child in route["routes"] if child["receiver"] == "page")
+
+    assert route["group_by"] == ["alertname", "job", "cache"]
+    assert (page["group_wait"], page["repeat_interval"], route["repeat_interval"]) == ("10s", "1h", "1d")
+    assert [child for child in route["routes"] if child.keys() & {"group_by", "continue", "mute_time_intervals"}] == []
 
 
 def test_receivers_hold_no_secret() -> None:
@@ -107,6 +118,9 @@ NOT_INHIBITED = [
     (Sent("AllLocked", "page", CACHE), Sent("PoolExhausted", "page", OTHER)),
     (Sent("AllLocked", "page", CACHE), Sent("SlotLeak", "ticket", CACHE)),
     (Sent("PoolExhausted", "ticket", CACHE), Sent("PoolExhaustionImminent", "page", CACHE)),
+    (Sent("PoolExhausted", "page", CACHE), Sent("PoolExhaustionImminent", "page", OTHER)),
+    (Sent("PoolExhausted", "page", CACHE), Sent("PoolExhausted", "ticket", OTHER)),
+    (Sent("DriftAboveCeiling", "page", CACHE), Sent("DriftAboveBaseline", "ticket", OTHER)),
     (Sent("GuardDegraded", "page", CACHE), Sent("NonFiniteStates", "page", CACHE)),
     (Sent("GuardDegraded", "ticket", CACHE), Sent("DriftAboveCeiling", "page", OTHER)),
 ]

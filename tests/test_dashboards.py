@@ -252,7 +252,10 @@ def fitting(expression: str) -> set[str]:
     bases = {BY_NAME[name].unit for name in names - {"up"}}
     per_second, quotient = "rate(" in expression, " / (" in expression
     observed = "_bucket{" in expression
+    budget = "mamba_checkpoint_drift_budget" in names
     cases = (
+        (budget and (quotient or 'kind="relative_error"' in expression), {"percentunit"}),
+        (budget, {"si: nats"}),
         ("deriv(" in expression, {"s"}),
         (bases == {"bytes"} and quotient, {"suffix:×", "percentunit"}),
         (bases == {"bytes"}, {"binBps"} if per_second else {"bytes"}),
@@ -325,12 +328,32 @@ def test_alerts_lead_to_dashboards_that_exist() -> None:
     assert set(named) <= TITLES.keys()
 
 
-def test_what_is_drawn_as_bad_is_over_the_budget() -> None:
-    """The ceilings on the drift dashboard are the budget that a cache has by default."""
-    steps = [step for panel in PANELS for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]]
-    ceilings = {step["value"] for step in steps if step["color"] == "red"}
+def test_ceilings_are_those_that_caches_were_given() -> None:
+    """Each panel of a measured drift draws its ceiling as a line of its own, and without a guard what is allowed by default."""
+    drawn = {}
+    for panel in PANELS:
+        for target in panel["targets"]:
+            if target.get("legendFormat", "").startswith("ceiling "):
+                (rule,) = (rule for rule in panel["fieldConfig"]["overrides"] if rule["matcher"]["id"] == "byRegexp")
+                assert re.match(rule["matcher"]["options"].strip("/"), "ceiling default on a:30000")
+                assert {"mode": "fixed", "fixedColor": "red"} in [found["value"] for found in rule["properties"]]
+                drawn[panel["title"]] = target["expr"]
 
-    assert {DriftBudget().relative_error, DriftBudget().kl_nats} <= ceilings
+    assert drawn.keys() == {"How large is the error of a whole state?", "How far apart are the next-token distributions?"}
+    for kind, expression in zip(("relative_error", "kl_nats"), drawn.values(), strict=True):
+        assert f'kind="{kind}"' in expression
+        assert f" or {getattr(DriftBudget(), kind)} + 0 * " in expression
+
+
+def test_each_measure_is_held_against_its_own_ceiling() -> None:
+    """What is shown as a share of a budget is the error over the error's ceiling, or the KL over the KL's."""
+    shares = [e for panel in PANELS for e in expressions(panel) if "mamba_checkpoint_drift_budget" in e and " / " in e]
+    measured = {"relative_error": "mamba_checkpoint_relative_error", "kl_nats": "mamba_checkpoint_logit_kl_nats"}
+
+    assert {kind for share in shares for kind in re.findall(r'kind="(\w+)"', share)} == measured.keys()
+    for share in shares:
+        (kind,) = re.findall(r'kind="(\w+)"', share)
+        assert metrics_of(share) == {measured[kind], "mamba_checkpoint_drift_budget", "mamba_checkpoint_info"}
 
 
 @pytest.mark.parametrize("text", ["/home", "/root", "/tmp", "/usr", "127.0.0.1", "localhost"])

@@ -253,24 +253,24 @@ def test_every_kind_of_span_arrives(exported: Received) -> None:
 
 
 def test_spans_have_their_parents(exported: Received) -> None:
-    """Calls of the API are roots; what happens inside of one is its child, in the same trace and within its time."""
+    """A match is a root, the later calls of its request follow it in its trace; what happens inside of one is within its time."""
     spans = {span.span_id: span for span in spans_of(exported)}
     boundary = {span.full_name: span.boundary for span in SPANS}
     parents = {(span.name, spans[span.parent].name) for span in spans.values() if span.parent}
 
-    for span in spans.values():
-        if boundary[span.name]:
-            assert not span.parent
+    assert {inner for inner, outer in parents if boundary[inner]} == {f"{PREFIX}.restore", f"{PREFIX}.commit"}
+    assert {outer for inner, outer in parents if boundary[inner]} == {f"{PREFIX}.match"}
     assert {(f"{PREFIX}.{inner}", f"{PREFIX}.commit") for inner in ("alloc", "compress", "evict")} <= parents
     for span in spans.values():
         if span.parent:
             parent = spans[span.parent]
             assert parent.trace_id == span.trace_id
-            assert parent.start <= span.start <= span.end <= parent.end
+            assert parent.start <= span.start <= span.end
+            assert (span.start >= parent.end) if boundary[span.name] else (span.end <= parent.end)
 
 
 def test_an_eviction_is_linked_to_its_commit(exported: Received) -> None:
-    """The eviction of a checkpoint points at the commit that stored it: earlier, in another trace, of the same depth."""
+    """The eviction of a checkpoint points at the commit that stored it: earlier, of the same depth."""
     spans = {(span.trace_id, span.span_id): span for span in spans_of(exported)}
     evictions = [span for span in spans.values() if span.name == f"{PREFIX}.evict" and span.links]
 
@@ -281,7 +281,7 @@ def test_an_eviction_is_linked_to_its_commit(exported: Received) -> None:
         assert commit.name == f"{PREFIX}.commit"
         assert commit.attributes[f"{PREFIX}.outcome"] == "stored"
         assert commit.end <= eviction.start
-        assert commit.trace_id != eviction.trace_id
+        assert commit.span_id != eviction.parent
         assert commit.attributes[f"{PREFIX}.depth"] == eviction.attributes[f"{PREFIX}.depth"]
 
 

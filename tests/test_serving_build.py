@@ -121,6 +121,11 @@ def test_drift_options_reach_the_engine() -> None:
     assert found["drift checks"] == {"rate": 0.5, "per_minute": 60, "bytes": build.check_bytes(engine)}
     assert (engine.config.drift_rate, engine.config.drift_checks_per_minute, engine.cache.policy.max_hops) == (0.5, 60, 3)
     assert registry.get_sample_value("mamba_checkpoint_guard_mode", {"cache": "default", "mode": "normal"}) == 1
+    ceilings = {
+        kind: registry.get_sample_value("mamba_checkpoint_drift_budget", {"cache": "default", "kind": kind})
+        for kind in ("relative_error", "kl_nats")
+    }
+    assert ceilings == {"relative_error": 0.05, "kl_nats": 0.2}
     pool = engine._checks._recomputation._pool
     held = sum(tensor.nbytes for tensor in (pool.state, *pool.side.values()))
     assert build.check_bytes(engine) == held + 512 * engine.kv_store.bytes_per_slot
@@ -135,4 +140,5 @@ def test_no_guard_and_no_checks_on_demand() -> None:
     found = {log["event"]: log for log in logs}
     assert (found["drift guard"]["action"], found["drift checks"]["rate"]) == ("off", 0)
     assert registry.get_sample_value("mamba_checkpoint_guard_mode", {"cache": "default", "mode": "normal"}) is None
+    assert registry.get_sample_value("mamba_checkpoint_drift_budget", {"cache": "default", "kind": "kl_nats"}) is None
     assert engine._checks._recomputation is None

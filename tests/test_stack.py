@@ -92,7 +92,7 @@ def test_services_are_hardened(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["healthcheck"]["test"][0] == "CMD"
-    assert not service.keys() & {"privileged", "cap_add", "pid", "ipc", "devices", "user"}
+    assert not service.keys() & {"privileged", "cap_add", "pid", "ipc", "devices", "user", "userns_mode"}
     assert [volume for volume in service.get("volumes", ()) if "docker.sock" in volume] == []
     assert {volume.split(":")[0] for volume in service.get("volumes", ()) if not volume.startswith(".")} <= load(
         "docker-compose.yml"
@@ -258,6 +258,14 @@ def test_strangers_may_only_look() -> None:
 
     assert settings["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
     assert settings["GF_USERS_ALLOW_SIGN_UP"] == "false"
+
+
+def test_nobody_changes_what_is_watched_over_the_network() -> None:
+    """Prometheus takes questions only, neither commands nor samples, and Alertmanager talks to no other."""
+    prometheus, alertmanager = (SERVICES[name]["command"] for name in ("prometheus", "alertmanager"))
+
+    assert [option for option in prometheus if option.startswith("--web.enable")] == []
+    assert [option for option in alertmanager if option.startswith("--cluster")] == ["--cluster.listen-address="]
 
 
 def test_runbooks_are_where_links_lead() -> None:
