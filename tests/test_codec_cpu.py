@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from codec_contract import SIZES, CodecContract
+from codec_contract import SIZES, CodecContract, assert_reports_agree, fresh_numbers
 
 from mamba_checkpoint_cache.codec import cpu
 from mamba_checkpoint_cache.codec.cpu import (
@@ -19,7 +19,7 @@ from mamba_checkpoint_cache.codec.cpu import (
     CpuNoneCodec,
 )
 from mamba_checkpoint_cache.codec.cpu_build import load_kernels
-from mamba_checkpoint_cache.codec.pivot import Int5PivotCodec, Int8PivotCodec
+from mamba_checkpoint_cache.codec.pivot import Int5PivotCodec, Int8PivotCodec, PivotCodec
 from mamba_checkpoint_cache.codec.reference import Int8Codec, Int16Codec, NoneCodec, TableCodec
 from mamba_checkpoint_cache.state import StateSpec
 
@@ -100,3 +100,27 @@ def test_the_compiled_code_is_what_runs(name: str, monkeypatch: pytest.MonkeyPat
 def test_other_python_threads_run_meanwhile() -> None:
     """The kernels are called without the interpreter's lock, which ``ctypes.PyDLL`` would keep."""
     assert not isinstance(load_kernels(), ctypes.PyDLL)
+
+
+@pytest.mark.parametrize(
+    ("codec", "reference"), [(CpuInt8PivotCodec(), Int8PivotCodec()), (CpuInt5PivotCodec(), Int5PivotCodec())]
+)
+@pytest.mark.parametrize("size", [(128, 128), (63, 100), (300, 24)])
+@pytest.mark.parametrize("noise", [1.0, 0.01, 0.0])
+def test_the_error_of_ordinary_float32_states_is_reported_right(
+    codec: PivotCodec, reference: PivotCodec, size: tuple[int, int], noise: float
+) -> None:
+    """The error, measured in the rotated basis then, is that of what is restored, were it large, tiny or none at all."""
+    spec, numbers = StateSpec(1, 2, *size, torch.float32), fresh_numbers()
+    state = torch.randn(1, 1, 2, *size, generator=numbers)
+    stored, expected = (reference.allocate(spec, 1, torch.device("cpu")) for _ in range(2))
+    reference.compress(state, (0,), stored, (0,))
+    for name, nothing in {"q": 0, "low": 0, "high": 255}.items():
+        if name in stored:
+            stored[name].fill_(nothing)  # nothing but the prediction is left
+    reference.restore(stored, (0,), state, (0,))
+    state += noise * torch.randn(state.shape, generator=numbers)
+
+    report = codec.compress(state, (0,), stored, (0,))
+
+    assert_reports_agree(report, reference.compress(state, (0,), expected, (0,)))

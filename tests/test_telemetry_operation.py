@@ -200,6 +200,23 @@ def test_recorded_but_unsampled_gives_no_exemplar(clock: Clock) -> None:
     assert " # {" not in generate_latest(telemetry.registry).decode()
 
 
+@pytest.mark.parametrize("sampler", [None, ALWAYS_OFF], ids=["no SDK", "unsampled"])
+def test_an_unknown_step_is_counted_and_the_body_runs(clock: Clock, sampler: Sampler | None) -> None:
+    """Also inside an operation that nothing records, and in a request that nothing records, a wrong name raises nothing."""
+    telemetry = Telemetry(clock=clock) if sampler is None else make(clock, sampler)[0]
+    ran = []
+    with telemetry.operation("match") as match, telemetry.operation("nonsense"):  # type: ignore[arg-type]
+        ran.append("step")
+    with telemetry.operation("nonsense", match.trace):  # type: ignore[arg-type]
+        ran.append("operation")
+
+    assert ran == ["step", "operation"]
+    assert (errors(telemetry) or 0) >= 2
+    with telemetry.operation("match"):
+        pass
+    assert value(telemetry.registry, "operation_seconds_count", operation="match") == 2
+
+
 def test_an_unknown_operation_is_counted_and_the_body_runs(clock: Clock) -> None:
     """A name outside the catalogue makes no series and no span, but errors that can be seen."""
     telemetry, exporter = make(clock)

@@ -246,7 +246,8 @@ double find_scales(const S &stored, const Buffers &buffers, i64 d_k, i64 first, 
     for (int i = 0; i < WIDTH; ++i) {
         const i64 k = (first + i) * LANES;
         const F exact = total[i] / square;
-        const I codes = Gain::code_nearest(magnitude(exact) * float(2 * S::N)) | (exact < 0.0f ? I{} + (1 << Gain::BITS) : I{});
+        const I size = Gain::code_nearest(magnitude(exact) * float(2 * S::N));
+        const I codes = size | (exact < 0.0f ? (size > 0) & (1 << Gain::BITS) : I{});
         buffers.gain()[first + i] = gain[i] = S::gain_of(codes);
         pack<S::GAIN_BITS>(stored.gain + packed_size<S::GAIN_BITS>(k), codes, d_k - k);
     }

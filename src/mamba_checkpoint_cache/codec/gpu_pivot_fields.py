@@ -118,7 +118,7 @@ def load_pivot(stored, v, H: tl.constexpr):
 def store_gains(stored, gain, k, H: tl.constexpr):
     """Store ``g`` of the channels of a tile, ``[C, 1, 1, L]``; returns what is read back."""
     codes = _encode(tl.abs(gain) * (1 << H.pivot_bits), False, H.gain)
-    codes = tl.where(gain < 0, codes + H.gain.largest + 1, codes)
+    codes = tl.where((gain < 0) & (codes > 0), codes + H.gain.largest + 1, codes)
     packed = tl.reshape(tl.permute(codes.to(tl.uint8), [1, 2, 3, 0]), [H.block_k])
     if H.gain_bits == 4:
         packed = _pair(packed, 4)

@@ -96,7 +96,7 @@ class PivotCodec(TableCodec):
 
     1. ``R = (H D X / B) / 2^e``, where ``e`` brings the largest magnitude of R into [1, 2); the pivot is the channel it lies in.
     2. ``u``: the pivot in odd integers, ``2 floor(n p / max|p|) + 1`` within ``±(2n - 1)``, ``n = 2^(pivot_bits - 1)``.
-    3. ``g_k = <R_k, u> / <u, u>``, summed row by row, times ``2n``, as sign and :class:`Minifloat`.
+    3. ``g_k = <R_k, u> / <u, u>``, summed row by row, times ``2n``, as sign and :class:`Minifloat`; 0 has no sign.
     4. ``s_k``: ``max_v |R_k - g_k u| / levels``, rounded up to a :class:`Minifloat`; ``q = round((R_k - g_k u) * (1 / s_k))``,
        half to even, which is within ±``levels`` as s_k was rounded up.
 
@@ -150,7 +150,7 @@ class PivotCodec(TableCodec):
             total = total + rotated[:, v] * u[:, v]
         gain = total / u.square().sum(-2)
         codes = fine.gain.encode(gain.abs() * (2 * n), up=False)
-        negative = (gain < 0).int() << fine.gain_bits - 1
+        negative = ((gain < 0) & (codes > 0)).int() << fine.gain_bits - 1  # that of a 0 hangs on the last bit of a sum
         row["gain"].copy_(pack(codes | negative, fine.gain_bits))
 
         rest = rotated - u * self._gain(row, fine, d_k)

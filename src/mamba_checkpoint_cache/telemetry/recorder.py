@@ -93,9 +93,9 @@ class Telemetry:
         outer = instruments.current
         if outer is None:
             if earlier is not None and not earlier.heard and instruments.parent is None and get_current() is earlier.outside:
-                return self._silent[name]
+                return self._silent.get(name) or Operation(instruments, name)
         elif outer.unheard:
-            return self._steps[name]
+            return self._steps.get(name) or Operation(instruments, name)
         return Operation(instruments, name, earlier)
 
     def within(self, parent: Context | None) -> AbstractContextManager[object]:
