@@ -53,9 +53,11 @@ def test_the_arms_are_what_they_are_called() -> None:
 
 
 @pytest.mark.parametrize("arm", ["bare", "unsampled"])
-def test_every_timed_commit_evicts_and_stores(arm: str) -> None:
-    """No prompt comes twice, and the pool is full: what is timed is the whole way of a commit, and the compression of a state."""
+def test_every_timed_commit_evicts_and_stores(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prompt comes twice, and the pool is full: what is timed is the whole way of a commit under its lease, state and all."""
     requests = bench._Requests(arm, SMALL, "int8")
+    commit = requests.cache.commit
+    monkeypatch.setattr(requests.cache, "commit", lambda *a, lease, **o: (lease.depth, commit(*a, lease=lease, **o))[1])
     for _ in range(bench.SLOTS + 5):
         requests.serve()
         assert requests.cache.checkpoints.slots.counts.reserved == 0

@@ -86,6 +86,17 @@ def test_a_request_without_a_trace_of_its_own_is_one_trace(traces: Traces) -> No
     assert all(span.parent is not None and span.parent.span_id == root.context.span_id for span in following)
 
 
+class Counting:
+    """A tracer that tells what was started."""
+
+    def __init__(self, tracer: trace.Tracer, started: list[str]) -> None:
+        self.tracer, self.started = tracer, started
+
+    def start_span(self, name: str, *arguments: object) -> trace.Span:
+        self.started.append(name)
+        return self.tracer.start_span(name, *arguments)  # type: ignore[arg-type]
+
+
 class Once(Sampler):
     """Samples the roots as it is told, one after the other, and what has a parent as its parent."""
 
@@ -119,6 +130,33 @@ def test_a_request_is_sampled_as_a_whole() -> None:
     assert sampler.decisions == []
     for operation in ("match", "restore", "commit", "compress"):
         assert value(telemetry.registry, "operation_seconds_count", operation=operation) == 2
+
+
+@pytest.mark.parametrize("carried", ["nothing", "an unsampled span"])
+def test_an_unsampled_request_costs_one_decision(carried: str) -> None:
+    """Also where an engine carries each request's context to its own thread, whether a trace is in that or not."""
+    sampler = Once(Decision.DROP, Decision.DROP)
+    provider = TracerProvider(sampler, shutdown_on_exit=False)
+    telemetry = Telemetry(tracer_provider=provider)
+    cache = build(telemetry)
+    parent = context.Context()
+    if carried == "an unsampled span":
+        parent = trace.set_span_in_context(provider.get_tracer("application").start_span("request"))
+    started = []
+    tracer = telemetry._instruments.tracing._tracer
+    telemetry._instruments.tracing._tracer = Counting(tracer, started)
+
+    with telemetry.within(parent):
+        match = cache.match_prefix([1, 2, 3])
+    slot = cache.active.allocate()
+    assert slot is not None
+    for _ in range(3):
+        with telemetry.within(parent):
+            cache.restore(match, slot)
+        with telemetry.within(parent):
+            cache.commit([1, 2, 3], depth=0, source=slot, lease=match)
+
+    assert [name.removeprefix("mamba_checkpoint.") for name in started] == ["match", "alloc"]
 
 
 def test_an_unsampled_match_does_not_silence_a_sampled_caller(traces: Traces) -> None:

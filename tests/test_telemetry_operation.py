@@ -217,6 +217,33 @@ def test_an_unknown_step_is_counted_and_the_body_runs(clock: Clock, sampler: Sam
     assert value(telemetry.registry, "operation_seconds_count", operation="match") == 2
 
 
+def test_a_clock_that_failed_leaves_no_time_behind() -> None:
+    """A step, or an operation of an unsampled request, whose start is not known has no time: not that since the one before."""
+    clock, broken = Clock(), []
+
+    def tell() -> float:
+        if broken:
+            raise RuntimeError(broken.pop())
+        return clock()
+
+    telemetry, _ = make(tell, ALWAYS_OFF)  # type: ignore[arg-type]
+    with telemetry.operation("match") as match:
+        pass
+    for name, inside in (("restore", "free"), ("commit", "alloc")):
+        for failing in (False, True):
+            with telemetry.operation(name, match.trace):  # type: ignore[arg-type]
+                broken.extend(["no time"] if failing else [])
+                with telemetry.operation(inside):  # type: ignore[arg-type]
+                    clock.tick(1)
+            broken.extend(["no time"] if not failing else [])
+        clock.tick(100)
+
+    for name in ("restore", "free", "commit", "alloc"):
+        assert value(telemetry.registry, "operation_seconds_sum", operation=name) == 1
+        assert value(telemetry.registry, "operation_seconds_count", operation=name) == 1
+    assert (errors(telemetry) or 0) >= 4
+
+
 def test_an_unknown_operation_is_counted_and_the_body_runs(clock: Clock) -> None:
     """A name outside the catalogue makes no series and no span, but errors that can be seen."""
     telemetry, exporter = make(clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import Token
 from dataclasses import dataclass
+from math import nan
 from types import TracebackType
 from typing import Any, Self
 
@@ -148,6 +149,7 @@ class Step(Operation):
         try:
             self._started = self._clock()
         except Exception as error:  # noqa: BLE001
+            self._started = nan  # or else the time would run from the step before
             self._instruments.contained.on_error(error)
         return self
 
@@ -159,7 +161,7 @@ class Step(Operation):
 
 
 class Silent(Step):
-    """An operation of a request that nothing records. It makes nothing current: nothing is current around it either."""
+    """An operation of a request that nothing records, in the same surroundings as the first. It makes nothing current."""
 
     def __enter__(self) -> Self:
         tools = self._instruments
@@ -167,6 +169,7 @@ class Silent(Step):
         try:  # rather than through ``super``: this runs at every commit
             self._started = self._clock()
         except Exception as error:  # noqa: BLE001
+            self._started = nan
             tools.contained.on_error(error)
         return self
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from opentelemetry.context import Context, get_current
+from opentelemetry.context import Context
 from opentelemetry.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 
@@ -19,7 +19,7 @@ from mamba_checkpoint_cache.telemetry.instruments import Histogram
 from mamba_checkpoint_cache.telemetry.logs import Logs
 from mamba_checkpoint_cache.telemetry.metrics import SETTLE_EVERY, Metrics, PoolSnapshot, PoolsSnapshot
 from mamba_checkpoint_cache.telemetry.operation import Instruments, Operation, Silent, Step, Within
-from mamba_checkpoint_cache.telemetry.tracing import Scalar, Trace, Tracing
+from mamba_checkpoint_cache.telemetry.tracing import Scalar, Trace, Tracing, around
 
 __all__ = ["NULL", "NullTelemetry", "Operation", "PoolSnapshot", "PoolsSnapshot", "Telemetry"]
 
@@ -92,7 +92,7 @@ class Telemetry:
         instruments = self._instruments
         outer = instruments.current
         if outer is None:
-            if earlier is not None and not earlier.heard and instruments.parent is None and get_current() is earlier.outside:
+            if earlier is not None and not earlier.heard and around(instruments.parent) is earlier.outside:
                 return self._silent.get(name) or Operation(instruments, name)
         elif outer.unheard:
             return self._steps.get(name) or Operation(instruments, name)

@@ -20,7 +20,7 @@ SPAN_NAMES = {span.operation: span.full_name for span in SPANS}
 
 @dataclass(slots=True)
 class Trace:
-    """What the first operation of a request ran in, for those that follow: its own context, and what was current around it.
+    """What the first operation of a request ran in, for those that follow: its own context, and what was around it.
 
     ``heard`` says whether a span or a log line tells of it.
     """
@@ -46,7 +46,7 @@ class Tracing:
         inside would be sampled as roots of their own. Where there is no SDK and no trace to continue, there is nothing to make
         current, which is what makes that case cheap.
         """
-        outside = context.get_current()
+        outside = around(parent)
         if earlier is not None and trace.get_current_span(parent) is INVALID_SPAN:
             parent = earlier.context
         span = self._tracer.start_span(SPAN_NAMES[operation], parent)
@@ -76,6 +76,11 @@ class Tracing:
 
     def _named(self, attributes: Mapping[str, Scalar]) -> dict[str, Scalar]:
         return {f"{PREFIX}.{key}": value for key, value in {"cache": self._cache, **attributes}.items()}
+
+
+def around(parent: Context | None) -> Context:
+    """What an operation with this ``parent`` runs in: that, or what is current."""
+    return context.get_current() if parent is None else parent
 
 
 def sampled(span: Span) -> SpanContext | None:
