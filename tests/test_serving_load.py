@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -81,3 +85,22 @@ def test_another_service_is_no_server() -> None:
     """Something else that listens there is said, too."""
     with http_receiver() as other, pytest.raises(OptionError, match="the server answered /v1/models with 501"):
         load.run(other.url, pause=0.0, rounds=1)
+
+
+def test_a_connection_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset comes without words of its own: the message says at least what kind of failure it was."""
+    monkeypatch.setattr(load, "SESSIONS", SESSIONS)
+
+    def reset_each(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connection.recv(65536)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=reset_each, args=(listener,), daemon=True).start()
+        with pytest.raises(OptionError, match=r"can't reach http://127\.0\.0\.1:\d+: \w+"):
+            load.run(f"http://127.0.0.1:{listener.getsockname()[1]}", pause=0.0, rounds=1)
+        listener.shutdown(socket.SHUT_RDWR)

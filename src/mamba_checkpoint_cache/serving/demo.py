@@ -37,6 +37,8 @@ REPLY_TOKENS = 8
 SMALL_MODEL_THREADS = 1
 """Operations this small gain nothing from a second thread, and lose tenfold on a machine that has other work."""
 STOP_SECONDS = 10.0
+IDLE_SECONDS = 1.0
+"""How long an idle connection is kept: well under the server's five seconds, which might end as a request is on its way."""
 
 _SERVE = "from mamba_checkpoint_cache.cli import main; raise SystemExit(main())"
 _FLAGS = {"checkpoint_memory_bytes": "--checkpoint-memory"}
@@ -197,7 +199,8 @@ async def _last_scrape(url: str) -> Scrape:
 
 
 def _client(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=None, trust_env=False)  # noqa: S113 - Ctrl-C ends it
+    limits = httpx.Limits(keepalive_expiry=IDLE_SECONDS)
+    return httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False)  # noqa: S113 - Ctrl-C ends it
 
 
 class _Transcript:

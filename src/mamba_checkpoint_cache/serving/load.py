@@ -27,6 +27,6 @@ def run(url: str, *, pause: float, rounds: int | None) -> dict[str, Any]:
             with progress(f"requests, workload {seed}", len(workload.order)) as advance:
                 _, replies = asyncio.run(drive(url, workload, advance, pause=pause))
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise OptionError(f"can't reach {url}: {error}") from error
+            raise OptionError(f"can't reach {url}: {str(error) or type(error).__name__}") from error
         rows.append({"workload": seed, "requests": len(replies), "cached_tokens": sum(reply.cached_tokens for reply in replies)})
     return {"rows": rows}
