@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from serving_side import COMMAND_LINE
 
+from mamba_checkpoint_cache.codec import BASELINE
 from mamba_checkpoint_cache.serving import demo
 from mamba_checkpoint_cache.serving.options import OptionError, ServeOptions
 from mamba_checkpoint_cache.serving.workload import generate_workload
@@ -168,11 +169,14 @@ def test_options_reach_the_server() -> None:
 
 def interrupted(number: signal.Signals, until: str) -> tuple[int, str, list[int]]:
     """Run the demo, signal it once ``until`` stands on its stderr; its exit code, its stderr and the servers it had."""
-    command = [sys.executable, "-c", COMMAND_LINE, "demo"]
+    each_request = "import mamba_checkpoint_cache.serving.progress as shown; shown.SECONDS_BETWEEN_LINES = 0; "
+    command = [sys.executable, "-c", each_request + COMMAND_LINE, "demo"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         seen = ""
         while until not in seen:
-            seen += process.stderr.readline()
+            line = process.stderr.readline()
+            assert line, f"it has ended: {seen}"
+            seen += line
         servers = wait_for(lambda: children(process.pid), 20)
         process.send_signal(number)
         _, rest = process.communicate(timeout=60)
@@ -212,8 +216,8 @@ def test_a_signal_at_the_start_leaves_nothing(number: signal.Signals, code: int)
 
 @pytest.mark.slow
 def test_ctrl_c_amid_requests_leaves_nothing() -> None:
-    """Nor does it while requests are under way."""
-    returned, printed, servers = interrupted(signal.SIGINT, "requests, codec int8: ")
+    """Nor does it while requests are under way, to the last of the servers that it compares."""
+    returned, printed, servers = interrupted(signal.SIGINT, f"requests, codec {BASELINE}: 20")
 
     assert returned == 130
     assert "Traceback" not in printed
