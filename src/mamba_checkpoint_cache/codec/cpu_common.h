@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #ifdef __SSE2__
@@ -72,45 +73,43 @@ struct Float16 {
     }
 };
 
-// The first, or the last, half of the 16 elements of a and b in turn.
-template <class Vector> inline Vector interleave_first(Vector a, Vector b) {
+// Half of the elements of a and b in turn, from element FIRST on.
+template <int FIRST, class Vector, int... I> inline Vector interleave(Vector a, Vector b, std::integer_sequence<int, I...>) {
+    constexpr int COUNT = sizeof...(I);
 #if defined(__clang__)
-    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    return __builtin_shufflevector(a, b, (FIRST + I / 2 + I % 2 * COUNT)...);
 #else
-    return __builtin_shuffle(a, b, decltype(a < b){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+    return __builtin_shuffle(a, b, decltype(a < b){(FIRST + I / 2 + I % 2 * COUNT)...});
 #endif
 }
 
-template <class Vector> inline Vector interleave_last(Vector a, Vector b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#else
-    return __builtin_shuffle(a, b, decltype(a < b){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
-#endif
-}
-
-// 16 x 16: interleaving the first half of the rows with the second four times is a transposition.
-template <class Vector> inline void transpose(Vector *row) {
-    Vector mixed[16];
-    for (int round = 0; round < 4; ++round) {
-        for (int i = 0; i < 8; ++i) {
-            mixed[2 * i] = interleave_first(row[i], row[i + 8]);
-            mixed[2 * i + 1] = interleave_last(row[i], row[i + 8]);
+// Of COUNT vectors with COUNT elements: interleaving the first half of the rows with the second, log2(COUNT) times, is a transposition.
+template <int COUNT, class Vector> [[gnu::always_inline]] inline void transpose(Vector *row) {
+    constexpr std::make_integer_sequence<int, COUNT> places{};
+    constexpr int TIMES = COUNT == 16 ? 4 : COUNT == 8 ? 3 : 2;
+    Vector mixed[COUNT];
+    for (int time = 0; time < TIMES; ++time) {
+        for (int i = 0; i < COUNT / 2; ++i) {
+            mixed[2 * i] = interleave<0>(row[i], row[i + COUNT / 2], places);
+            mixed[2 * i + 1] = interleave<COUNT / 2>(row[i], row[i + COUNT / 2], places);
         }
-        std::copy_n(mixed, 16, row);
+        for (int i = 0; i < COUNT; ++i) row[i] = mixed[i];
     }
 }
 
 constexpr i64 LINE = 64;  // bytes of a line of the cache
 
 // Whether rows so far apart can be streamed: written line by line past the cache, which then need not read them first. A restored state
-// is larger than the cache as a rule. With 16 bits an element, it takes longer than what it saves.
-template <class D> inline bool streamable(const typename D::Word *state, i64 stride) {
-    return std::is_same_v<D, Float32> && reinterpret_cast<std::uintptr_t>(state) % LINE == 0 && stride * 4 % LINE == 0;
+// is larger than the cache as a rule.
+template <class Word> inline bool streamable(const Word *state, i64 stride) {
+    return reinterpret_cast<std::uintptr_t>(state) % LINE == 0 && stride * i64(sizeof(Word)) % LINE == 0;
 }
 inline void stream_line(const void *from, void *to) {
 #if defined(__AVX512F__)
     _mm512_stream_si512(static_cast<__m512i *>(to), _mm512_loadu_si512(from));
+#elif defined(__AVX__)
+    for (int i = 0; i < 2; ++i)
+        _mm256_stream_si256(static_cast<__m256i *>(to) + i, _mm256_loadu_si256(static_cast<const __m256i *>(from) + i));
 #elif defined(__SSE2__)
     for (int i = 0; i < 4; ++i) _mm_stream_si128(static_cast<__m128i *>(to) + i, _mm_loadu_si128(static_cast<const __m128i *>(from) + i));
 #else

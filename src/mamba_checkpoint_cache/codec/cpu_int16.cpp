@@ -4,15 +4,15 @@
 
 namespace {
 
-// q of 16 channels, or of those that there are.
+// q of a vector of channels, or of those that there are.
 inline F read_shorts(const i16 *from, i64 width) {
     Shorts codes = {};
     if (width >= LANES) std::memcpy(&codes, from, sizeof codes);
     else std::memcpy(&codes, from, width * sizeof(i16));
-    return __builtin_convertvector(__builtin_convertvector(codes, I), F);
+    return __builtin_convertvector(widen(codes), F);
 }
 inline void write_shorts(F values, i16 *to, i64 width) {
-    const Shorts codes = __builtin_convertvector(__builtin_convertvector(values, I), Shorts);
+    const Shorts codes = low_shorts(__builtin_convertvector(values, I));
     if (width >= LANES) std::memcpy(to, &codes, sizeof codes);
     else std::memcpy(to, &codes, width * sizeof(i16));
 }
@@ -25,9 +25,9 @@ template <class D> bool compress_int16_head(const Job &job, const Head<D> &h, co
     std::fill_n(largest, buffers.count, F{});
     each_tile(buffers, [&](i64 v, i64 p) {
         const i64 apart = buffers.apart(p);
-        F row[LANES], most = largest[p], *at = buffers.part(p) + v * apart;
+        F row[ROWS], most = largest[p], *at = buffers.part(p) + v * apart;
         access.read(v, p, row);
-        for (int i = 0; i < LANES; ++i) at[i * apart] = row[i], most = largest_of(row[i], most);
+        for (int i = 0; i < ROWS; ++i) at[i * apart] = row[i], most = largest_of(row[i], most);
         largest[p] = most;
     });
     const float most = largest_of(largest, buffers.count);
@@ -43,14 +43,14 @@ template <class D> bool compress_int16_head(const Job &job, const Head<D> &h, co
         for (i64 v0 = 0; v0 < h.d_v; v0 += RUN) {
             Squares signal, error;
             for (i64 v = v0; v < std::min(v0 + RUN, h.d_v); ++v) {
-                ahead.template fetch<false>((width * sizeof(typename D::Word) + 3) / 4);
+                ahead.template fetch<false>(width * LANES * sizeof(typename D::Word));
                 for (int i = 0; i < width; ++i) {
                     const i64 k = (first + i) * LANES;
                     const F x = head[v * width + i], s = scale[first + i];
                     const F level = rounded(smaller(larger(x / s, all(-32767.0f)), all(32767.0f)));
                     write_shorts(level, q + v * h.d_k + k, h.d_k - k);
                     signal.add(x * report.unit, i);
-                    error.add((x - Words<D>::cast(level * s)) * report.unit, i);
+                    error.add((x - Words<D>::template cast<false>(level * s)) * report.unit, i);
                 }
             }
             report.signal += sum(signal.total()), report.error += sum(error.total());
@@ -70,12 +70,12 @@ template <class D> void restore_int16(const Job &job) {
         const i16 *q = static_cast<const i16 *>(job.stored[0]) + h.stored * h.d_v * h.d_k;
         F *scale = buffers.scale();
         std::copy_n(static_cast<const float *>(job.stored[1]) + h.stored * h.d_k, h.d_k, reinterpret_cast<float *>(scale));
-        const Access<D> access(h);
+        Access<D> access(h);
         Ahead<D> ahead(h);
         each_tile(buffers, [&](i64 v, i64 p) {
-            F row[LANES] = {};
-            if (!access.streams) ahead.template fetch<true>(LANES * sizeof(typename D::Word) / 4);
-            for (i64 i = 0; i < std::min(h.d_v - v, i64(LANES)); ++i)
+            F row[ROWS] = {};
+            if (!access.streams) ahead.template fetch<true>(ROWS * LANES * sizeof(typename D::Word));
+            for (i64 i = 0; i < std::min(h.d_v - v, i64(ROWS)); ++i)
                 row[i] = read_shorts(q + (v + i) * h.d_k + p * LANES, h.d_k - p * LANES) * scale[p];
             access.write(v, p, row);
         });

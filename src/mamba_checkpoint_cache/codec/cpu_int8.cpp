@@ -45,7 +45,7 @@ typedef i8 Bytes __attribute__((vector_size(16)));
 inline void transpose_block(const i8 *from, i64 from_stride, i8 *to, i64 to_stride) {
     Bytes row[16];
     for (int i = 0; i < 16; ++i) std::memcpy(&row[i], from + i * from_stride, 16);
-    transpose(row);
+    transpose<16>(row);
     for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &row[i], 16);
 }
 
@@ -194,16 +194,17 @@ template <class D> void restore_rows(const Int8Head<D> &h, const Scratch<D> &scr
     const Int8Head<D> wide = h.folded();
     for (i64 k = 0; k < h.d_k; ++k) scratch.scale[k] = D::Scale::load(h.scale[k]);
     for (i64 k = h.d_k; k < wide.d_k; ++k) scratch.scale[k] = scratch.scale[k - h.d_k];
-    const bool streams = streamable<D>(wide.state, wide.stride_v);
+    // Rows of 16 bits are fetched in time: their stores come one after the other.
+    const bool streams = std::is_same_v<D, Float32> && streamable(wide.state, wide.stride_v);
     for (i64 v = 0; v < wide.d_v; ++v)
         in_steps(wide.d_k, [&](i64 first_k, auto width) {
             const float *__restrict scale = scratch.scale.get() + first_k;
             typename D::Word *__restrict x = wide.state + v * wide.stride_v + first_k;
             const i8 *__restrict q = wide.q + v * wide.d_k + first_k;
             if (streams && width == WIDE) {
-                float lines[WIDE];
-                for (int k = 0; k < WIDE; ++k) lines[k] = float(q[k]) * scale[k];
-                for (int k = 0; k < WIDE; k += LINE / 4) stream_line(lines + k, x + k);
+                typename D::Word lines[WIDE];
+                for (int k = 0; k < WIDE; ++k) lines[k] = D::store(float(q[k]) * scale[k]);
+                for (int k = 0; k < WIDE; k += LINE / sizeof(*x)) stream_line(lines + k, x + k);
             } else {
                 for (int k = 0; k < width; ++k) x[k] = D::store(float(q[k]) * scale[k]);
             }

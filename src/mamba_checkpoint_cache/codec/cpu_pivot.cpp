@@ -2,7 +2,8 @@
 //
 // A tile is rotated as it is read, and the head kept in float32. Once its pivot is known, gains and scales are found for a few columns
 // of tiles at a time, and the tiles quantised. Results are bit for bit those of the definition: sums run in its order, and the
-// compiler may neither contract to fused multiply-adds nor assume that there is no NaN.
+// compiler may neither contract to fused multiply-adds nor assume that there is no NaN. Loops have functions of their own where a
+// compiler would otherwise run out of registers.
 
 #include "cpu_tiles.h"
 
@@ -14,7 +15,7 @@ template <int STAGES, bool NEAR_FIRST> [[gnu::always_inline]] inline void butter
     for (int step = 0; step < STAGES; ++step) {
         const int bit = 1 << (NEAR_FIRST ? step : STAGES - 1 - step);
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; ++i)
+        for (int i = 0; i < ROWS; ++i)
             if (!(i & bit)) {
                 const F a = row[i], b = row[i | bit];
                 row[i] = a + b, row[i | bit] = a - b;
@@ -54,25 +55,25 @@ struct Coarse {
 };
 template <class D> using PrecisionOf = std::conditional_t<std::is_same_v<D, BFloat16>, Coarse, Fine>;
 
-inline F read_codes(const u8 *from) { Bytes16 b; std::memcpy(&b, from, LANES); return __builtin_convertvector(widen(b), F); }
-inline void write_codes(I codes, u8 *to) { const Bytes16 b = low_bytes(codes); std::memcpy(to, &b, LANES); }
+inline F read_codes(const u8 *from) { Bytes b; std::memcpy(&b, from, LANES); return __builtin_convertvector(widen(b), F); }
+inline void write_codes(I codes, u8 *to) { const Bytes b = low_bytes(codes); std::memcpy(to, &b, LANES); }
 
 // Codes of 2, 4 or 8 bits in bytes, the first in the lowest bits.
 template <int BITS> inline i64 packed_size(i64 count) { return (count * BITS + 7) / 8; }
-// 16 codes, or those that there are; the others must be 0.
+// A vector of codes, or those that there are; the others must be 0.
 template <int BITS> inline void pack(u8 *packed, I codes, i64 count) {
     constexpr int PER_BYTE = 8 / BITS;
     u8 code[LANES], byte[LANES] = {};
     write_codes(codes, code);
     for (int i = 0; i < LANES; ++i) byte[i / PER_BYTE] |= u8(code[i] << (i % PER_BYTE * BITS));
     if (count >= LANES) std::memcpy(packed, byte, packed_size<BITS>(LANES));
-    else std::memcpy(packed, byte, packed_size<BITS>(count));
+    else if (count > 0) std::memcpy(packed, byte, packed_size<BITS>(count));
 }
 template <int BITS> inline I unpack(const u8 *packed, i64 count) {
     constexpr int PER_BYTE = 8 / BITS;
     u8 byte[LANES] = {};
     if (count >= LANES) std::memcpy(byte, packed, packed_size<BITS>(LANES));
-    else std::memcpy(byte, packed, packed_size<BITS>(count));
+    else if (count > 0) std::memcpy(byte, packed, packed_size<BITS>(count));
     I codes;
     for (int i = 0; i < LANES; ++i) codes[i] = byte[i / PER_BYTE] >> (i % PER_BYTE * BITS) & ((1 << BITS) - 1);
     return codes;
@@ -155,10 +156,10 @@ template <class D, class Q> struct Stored {
     static u8 *at(const Job &job, int i) { return static_cast<u8 *>(job.stored[Q::TENSORS + i]); }
 
     float power() const { return from_bits(u32(*exponent) << 23); }
-    // u of 16 rows, or of those that there are, and zeros.
+    // u of LANES rows, or of those that there are, and zeros.
     static F u_of(I codes, i64 count) {
         F u = __builtin_convertvector(2 * (codes - N) + 1, F);
-        for (i64 i = count; i < LANES; ++i) u[i] = 0;
+        for (i64 i = std::max(count, i64(0)); i < LANES; ++i) u[i] = 0;
         return u;
     }
     static F gain_of(I codes) {
@@ -170,26 +171,30 @@ template <class D, class Q> struct Stored {
 // A tile of what was stored, in the rotated basis. Products are exact: they have few bits.
 inline void take_tile(const u8 *q, i64 q_stride, F scale, F gain, const float *u, F *row) {
     asm("" : "+r"(q_stride));  // else compilers keep 16 pointers, for which there are no registers
-    for (int i = 0; i < LANES; ++i, q += q_stride) row[i] = multiply_add(read_codes(q), scale, gain * u[i]);
+    for (int i = 0; i < ROWS; ++i, q += q_stride) row[i] = multiply_add(read_codes(q), scale, gain * u[i]);
 }
 
+// Whether a head is so near 1 that neither its numbers nor their squares leave the normal ones, be they in units of its power or not.
+// What the definition has in units of the power may then be worked out without: a power of two changes no digit. What is different
+// where numbers become subnormal in one of both is too small to be stored.
+inline bool ordinary(float power) { return power >= 0x1p-40f && power <= 0x1p40f; }
+
 // From the rotated basis, in units of power, to a tile as it is restored.
-template <class D> struct Restore {
+template <class D, bool ORDINARY> struct Restore {
+    // Scales and gains are multiples of 2^-34, and so is every sum. None reaches 2^20.
+    static constexpr bool NORMAL = ORDINARY, NEAR_LIMIT = !ORDINARY || std::is_same_v<D, Float16>;
     const i64 block;
     const float *back;
     const float limit = D::load(typename D::Word(D::NON_FINITE - 1));
-    const bool near_limit, normal;  // whether an element can exceed the limit, and that none is subnormal
 
-    // Scales and gains are multiples of 2^-34, and so is every sum. None reaches 2^20.
-    Restore(const Buffers &buffers, float power)
-        : block(buffers.block), back(buffers.back()), near_limit(power > limit * 0x1p-20f), normal(power >= 0x1p-92f) {
+    Restore(const Buffers &buffers, float power) : block(buffers.block), back(buffers.back()) {
         for (i64 v = 0; v < buffers.num_rows; ++v) buffers.back()[v] = buffers.signs()[v] * float(block) * power;
     }
-    void operator()(i64 v, F *row) const {
+    [[gnu::always_inline]] void operator()(i64 v, F *row) const {
         rotate<false>(row, block);
-        for (int i = 0; i < LANES; ++i) row[i] = row[i] * back[v + i];
-        if (near_limit)
-            for (int i = 0; i < LANES; ++i) row[i] = smaller(larger(row[i], all(-limit)), all(limit));
+        for (int i = 0; i < ROWS; ++i) row[i] = row[i] * back[v + i];
+        if constexpr (NEAR_LIMIT)
+            for (int i = 0; i < ROWS; ++i) row[i] = smaller(larger(row[i], all(-limit)), all(limit));
     }
 };
 
@@ -200,8 +205,8 @@ template <class S> float find_pivot(const S &stored, const Buffers &buffers, i64
     const float *channel = reinterpret_cast<const float *>(buffers.part(p)) + pivot % LANES;
     const float step = largest * unit / N;
     I squares = {};
-    for (i64 v = 0; v < d_v; v += LANES) {
-        const i64 count = std::min(d_v - v, i64(LANES));
+    for (i64 v = 0; v < buffers.num_rows; v += LANES) {
+        const i64 count = std::clamp(d_v - v, i64(0), i64(LANES));
         float rows[LANES] = {};
         for (i64 i = 0; i < count; ++i) rows[i] = channel[(v + i) * apart * LANES];
         F level;
@@ -220,23 +225,39 @@ template <class S> float find_pivot(const S &stored, const Buffers &buffers, i64
     return float(square);
 }
 
-// Gains and scales of WIDTH parts from first on, stored and in the buffers; the rotated head becomes what is left of it, in units.
-// Returns its signal energy.
-template <class S, int LEVELS, int WIDTH, class D>
-double find_scales(const S &stored, const Buffers &buffers, i64 d_k, i64 first, float square, float unit, Ahead<D> &ahead) {
+// What it takes to compress a head once its pivot is known.
+template <class D, class Q, bool ORDINARY> struct Task {
+    using S = Stored<D, Q>;
+    const Head<D> &h;
+    const Buffers &buffers;
+    const S &stored;
+    const float square, power;  // of the pivot; of the numbers in the buffers
+    u8 *const q;
+    Ahead<D> ahead;
+
+    Task(const Head<D> &head, const Buffers &all_buffers, const S &to, float pivot_square, u8 *q_target)
+        : h(head), buffers(all_buffers), stored(to), square(pivot_square), power(ORDINARY ? to.power() : 1.0f), q(q_target), ahead(head) {}
+
+    void fetch(int elements) { ahead.template fetch<false>(elements * int(sizeof(typename D::Word))); }
+};
+
+// Gains of WIDTH parts from first on, stored and in the buffers. Returns the energy of the head in them.
+template <int WIDTH, class D, class Q, bool ORDINARY> [[gnu::noinline]] double find_gains(Task<D, Q, ORDINARY> &task, i64 first) {
+    using S = Stored<D, Q>;
     using Gain = typename S::Gain;
-    constexpr int ROWS = Buffers::GROUP / WIDTH;
-    F *head = buffers.group(first);
+    constexpr int TOGETHER = Buffers::GROUP / WIDTH;  // rows
+    const Buffers &buffers = task.buffers;
+    const F *head = buffers.group(first);
     const float *u = buffers.u();
-    F total[WIDTH] = {}, most[WIDTH] = {}, gain[WIDTH];
+    F total[WIDTH] = {};
     double energy = 0;
     for (i64 v0 = 0; v0 < buffers.num_rows; v0 += RUN) {
         Squares signal;
-        for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); v += ROWS) {
-            ahead.template fetch<false>(1);
+        for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); v += TOGETHER) {
+            task.fetch(Buffers::GROUP * LANES / 4);
 #pragma GCC unroll 4
             for (int i = 0; i < Buffers::GROUP; ++i) {
-                const F r = head[v * WIDTH + i] = head[v * WIDTH + i] * unit;
+                const F r = head[v * WIDTH + i];
                 total[i % WIDTH] = total[i % WIDTH] + r * u[v + i / WIDTH];
                 signal.add(r, i);
             }
@@ -245,14 +266,25 @@ double find_scales(const S &stored, const Buffers &buffers, i64 d_k, i64 first, 
     }
     for (int i = 0; i < WIDTH; ++i) {
         const i64 k = (first + i) * LANES;
-        const F exact = total[i] / square;
+        const F exact = total[i] / task.power / task.square;
         const I size = Gain::code_nearest(magnitude(exact) * float(2 * S::N));
         const I codes = size | (exact < 0.0f ? (size > 0) & (1 << Gain::BITS) : I{});
-        buffers.gain()[first + i] = gain[i] = S::gain_of(codes);
-        pack<S::GAIN_BITS>(stored.gain + packed_size<S::GAIN_BITS>(k), codes, d_k - k);
+        buffers.gain()[first + i] = S::gain_of(codes);
+        pack<S::GAIN_BITS>(task.stored.gain + packed_size<S::GAIN_BITS>(k), codes, task.h.d_k - k);
     }
+    return energy;
+}
+
+// Subtracts what is predicted, and finds the scales of what is left, stored and in the buffers.
+template <int WIDTH, class D, class Q, bool ORDINARY> [[gnu::noinline]] void find_scales(Task<D, Q, ORDINARY> &task, i64 first) {
+    const Buffers &buffers = task.buffers;
+    F *head = buffers.group(first);
+    const float *u = buffers.u();
+    F most[WIDTH] = {}, gain[WIDTH];
+    for (int i = 0; i < WIDTH; ++i) gain[i] = buffers.gain()[first + i] * task.power;
     for (i64 v = 0; v < buffers.num_rows; ++v) {
-        ahead.template fetch<false>(1);
+        task.fetch(WIDTH * LANES / 4);
+        __builtin_prefetch(task.q + v * buffers.q_stride + first * LANES, 1, 2);
 #pragma GCC unroll 4
         for (int i = 0; i < WIDTH; ++i) {
             const F rest = head[v * WIDTH + i] = multiply_add(all(-u[v]), gain[i], head[v * WIDTH + i]);
@@ -261,100 +293,149 @@ double find_scales(const S &stored, const Buffers &buffers, i64 d_k, i64 first, 
     }
     for (int i = 0; i < WIDTH; ++i) {
         const i64 k = (first + i) * LANES;
-        const I codes = Scale::code_up(most[i] / float(LEVELS));
+        const I codes = Scale::code_up(most[i] / task.power / float(Q::LEVELS));
         buffers.scale()[first + i] = Scale::value(codes);
-        pack<8>(stored.scale + k, codes, d_k - k);
+        pack<8>(task.stored.scale + k, codes, task.h.d_k - k);
+    }
+}
+
+// Returns the energy of the error in the rotated basis.
+template <int WIDTH, class D, class Q, bool ORDINARY> [[gnu::noinline]] double quantise(Task<D, Q, ORDINARY> &task, i64 first) {
+    const Buffers &buffers = task.buffers;
+    const F *head = buffers.group(first);
+    F inverse[WIDTH];
+    for (int i = 0; i < WIDTH; ++i) inverse[i] = 1.0f / buffers.scale()[first + i] / task.power;
+    double energy = 0;
+    for (i64 v0 = 0; v0 < buffers.num_rows; v0 += RUN) {
+        F error[WIDTH] = {};
+        for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); ++v) {
+            task.fetch(WIDTH * LANES / 2);
+            for (int i = 0; i < WIDTH; ++i) {
+                const F scaled = head[v * WIDTH + i] * inverse[i], level = scaled + ROUND, rest = scaled - (level - ROUND);
+                write_codes(as_bits(level), task.q + v * buffers.q_stride + (first + i) * LANES);
+                error[i] = multiply_add(rest, rest, error[i]);
+            }
+        }
+        for (int i = 0; i < WIDTH; ++i) {
+            const F s = buffers.scale()[first + i] * task.power;
+            energy += sum(error[i] * (s * s));
+        }
     }
     return energy;
 }
 
-// How far what is restored is from the state, for the report.
-template <class D> struct Measure {
-    const Access<D> &access;
-    const Restore<D> &restore;
+// Adds how far a tile in the rotated basis is from the state once it is restored.
+template <class D, class Q, bool ORDINARY> struct Measure {
+    const Access<D> access;
+    const Restore<D, ORDINARY> restore;
     const float unit;
 
-    void operator()(i64 v, i64 p, F *row, Squares &error) const {
+    explicit Measure(const Task<D, Q, ORDINARY> &task)
+        : access(task.h), restore(task.buffers, task.stored.power()), unit(task.power / task.stored.power()) {}
+
+    [[gnu::always_inline]] void operator()(i64 v, i64 p, F *row, Squares &error) const {
         restore(v, row);
-        access.compare(v, p, row, [&](int i, F x, F y) { error.add((x - Words<D>::cast(y)) * unit, i); });
+        access.compare(v, p, row, [&](int i, F x, F y) {
+            const F rest = x - Words<D>::template cast<ORDINARY>(y);
+            error.add(ORDINARY ? rest : rest * unit, i);
+        });
     }
 };
 
-// Returns false, with nothing of use stored, if an element is NaN or infinite.
-template <class D, class Q> bool compress_pivot_head(const Job &job, const Head<D> &h, const Buffers &buffers, Report &report) {
-    using S = Stored<D, Q>;
-    const S stored(job, h.stored);
-    const i64 q_stride = buffers.q_stride, block = buffers.block;
-    const float *sign = buffers.signs(), *u = buffers.u();
-    F *gain = buffers.gain(), *scale = buffers.scale(), *largest = gain;
-    u8 *q = Q::target(job, h.stored, buffers);
-    const Access<D> access(h);
-
-    std::fill_n(largest, buffers.count, F{});
-    each_tile(buffers, [&](i64 v, i64 p) {
-        const i64 apart = buffers.apart(p);
-        F row[LANES], most = largest[p], *at = buffers.part(p) + v * apart;
-        access.read(v, p, row);
-        for (int i = 0; i < LANES; ++i) row[i] = row[i] * sign[v + i];
-        rotate<true>(row, block);
+// Returns the energy of the error of what will be restored.
+template <int WIDTH, class D, class Q, bool ORDINARY>
+[[gnu::noinline]] double quantise_and_measure(Task<D, Q, ORDINARY> &task, const Measure<D, Q, ORDINARY> &measure, i64 first) {
+    const Buffers &buffers = task.buffers;
+    const float *u = buffers.u();
+    double energy = 0;
+    for (i64 p = first; p < first + WIDTH; ++p) {
+        const F *head = buffers.group(first) + (p - first);
+        const F s = buffers.scale()[p], gain = buffers.gain()[p], inverse = 1.0f / s / task.power;
+        for (i64 v0 = 0; v0 < buffers.num_rows; v0 += RUN) {
+            Squares error;
+            for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); v += ROWS) {
+                F row[ROWS];
+                task.fetch(ROWS * LANES / 2);
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; ++i) at[i * apart] = row[i], most = largest_of(row[i], most);
-        largest[p] = most;
+                for (int i = 0; i < ROWS; ++i) {
+                    const F level = head[(v + i) * WIDTH] * inverse + ROUND;
+                    write_codes(as_bits(level), task.q + (v + i) * buffers.q_stride + p * LANES);
+                    row[i] = multiply_add(level - ROUND, s, gain * u[v + i]);
+                }
+                measure(v, p, row, error);
+            }
+            energy += sum(error.total());
+        }
+    }
+    return energy;
+}
+
+// The same of what was quantised before.
+template <class D, class Q, bool ORDINARY>
+[[gnu::noinline]] double measure_again(const Task<D, Q, ORDINARY> &task, const Measure<D, Q, ORDINARY> &measure) {
+    const Buffers &buffers = task.buffers;
+    double energy = 0;
+    each_tile(buffers, [&](i64 v, i64 p) {
+        F row[ROWS];
+        Squares error;
+        take_tile(task.q + v * buffers.q_stride + p * LANES, buffers.q_stride, buffers.scale()[p], buffers.gain()[p], buffers.u() + v, row);
+        measure(v, p, row, error);
+        energy += sum(error.total());
     });
-    const float most = largest_of(largest, buffers.count);
-    if (!std::isfinite(most)) return false;
+    return energy;
+}
 
-    const float *by_channel = reinterpret_cast<const float *>(largest);
-    const i64 pivot = std::find(by_channel, by_channel + h.d_k, most) - by_channel;
-    *stored.exponent = u8(std::clamp(bits(most) >> 23, 1u, 253u));
-    const float unit = report.unit = from_bits((254u - *stored.exponent) << 23);
-    const float square = find_pivot(stored, buffers, h.d_v, pivot, most, unit);
-
+template <class D, class Q, bool ORDINARY> void quantise_head(Task<D, Q, ORDINARY> task, Report &report) {
+    const Measure<D, Q, ORDINARY> measure(task);
     // A rotation keeps sums of squares, so that the error may be measured before it is undone. What is not known then is how the
     // result will be clamped, and rounded: in float32 that is next to nothing, unless the error itself is, or the elements are few.
-    const Restore<D> restore(buffers, stored.power());
-    const Measure<D> measure{access, restore, unit};
-    const bool exactly = !std::is_same_v<D, Float32> || restore.near_limit || h.d_v * h.d_k < 4096;
-    Ahead<D> ahead(h);
-    const auto quantise = [&](i64 first, auto width, auto exact) {
-        for (i64 p = first; p < first + width; ++p) {
-            const F *head = buffers.group(first) + (p - first), s = scale[p], inverse = 1.0f / s;
-            for (i64 v0 = 0; v0 < buffers.num_rows; v0 += RUN) {
-                Squares error;
-                for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); v += LANES) {
-                    F row[LANES];
-                    ahead.template fetch<false>(2 * sizeof(typename D::Word));
-#pragma GCC unroll 16
-                    for (int i = 0; i < LANES; ++i) {
-                        const F scaled = head[(v + i) * width] * inverse, level = scaled + ROUND;
-                        write_codes(as_bits(level), q + (v + i) * q_stride + p * LANES);
-                        if constexpr (exact) row[i] = multiply_add(level - ROUND, s, gain[p] * u[v + i]);
-                        else error.add(scaled - (level - ROUND), i);
-                    }
-                    if constexpr (exact) measure(v, p, row, error);
-                }
-                report.error += sum(exact ? error.total() : error.total() * (s * s));
-            }
-        }
-    };
-    each_group(buffers, [&](i64 first, auto width) {
-        report.signal += find_scales<S, Q::LEVELS, width>(stored, buffers, h.d_k, first, square, unit, ahead);
-        if constexpr (std::is_same_v<D, Float32>) {
-            if (!exactly) return quantise(first, width, std::false_type());
-        }
-        quantise(first, width, std::true_type());
+    const bool exactly = !std::is_same_v<D, Float32> || !ORDINARY || task.h.d_v * task.h.d_k < 4096;
+    each_group(task.buffers, [&](i64 first, auto width) {
+        report.signal += find_gains<width>(task, first);
+        find_scales<width>(task, first);
+        report.error += exactly ? quantise_and_measure<width>(task, measure, first) : quantise<width>(task, first);
     });
-    report.signal *= double(block);
-    if (!exactly) report.error *= double(block);
-    if (!exactly && report.error <= 1e-6 * report.signal) {
-        report.error = 0;
-        each_tile(buffers, [&](i64 v, i64 p) {
-            F row[LANES];
-            Squares error;
-            take_tile(q + v * q_stride + p * LANES, q_stride, scale[p], gain[p], u + v, row);
-            measure(v, p, row, error);
-            report.error += sum(error.total());
-        });
+    report.unit = measure.unit;
+    report.signal *= double(task.buffers.block);
+    if (!exactly) report.error *= double(task.buffers.block);
+    if (!exactly && report.error <= 1e-6 * report.signal) report.error = measure_again(task, measure);
+}
+
+// Rotates the head into the buffers, and returns the largest magnitude in it; by_channel has those of the k-channels.
+template <class D> [[gnu::noinline]] float rotate_head(const Access<D> &access, const Buffers &buffers, F *by_channel) {
+    const float *sign = buffers.signs();
+    const i64 block = buffers.block;
+    std::fill_n(by_channel, buffers.count, F{});
+    each_tile(buffers, [&](i64 v, i64 p) {
+        const i64 apart = buffers.apart(p);
+        F row[ROWS], most = by_channel[p], *at = buffers.part(p) + v * apart;
+        access.read(v, p, row);
+        for (int i = 0; i < ROWS; ++i) row[i] = row[i] * sign[v + i];
+        rotate<true>(row, block);
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; ++i) at[i * apart] = row[i], most = largest_of(row[i], most);
+        by_channel[p] = most;
+    });
+    return largest_of(by_channel, buffers.count);
+}
+
+// Returns false, with nothing of use stored, if an element is NaN or infinite.
+template <class D, class Q> bool compress_pivot_head(const Job &job, const Head<D> &h, const Buffers &buffers, Report &report) {
+    const Stored<D, Q> stored(job, h.stored);
+    const float most = rotate_head(Access<D>(h), buffers, buffers.gain());
+    if (!std::isfinite(most)) return false;
+
+    const float *by_channel = reinterpret_cast<const float *>(buffers.gain());
+    const i64 pivot = std::find(by_channel, by_channel + h.d_k, most) - by_channel;
+    *stored.exponent = u8(std::clamp(bits(most) >> 23, 1u, 253u));
+    const float unit = from_bits((254u - *stored.exponent) << 23);
+    const float square = find_pivot(stored, buffers, h.d_v, pivot, most, unit);
+    u8 *q = Q::target(job, h.stored, buffers);
+    if (ordinary(stored.power())) {
+        quantise_head(Task<D, Q, true>(h, buffers, stored, square, q), report);
+    } else {
+        for (i64 i = 0; i < buffers.num_rows * buffers.count; ++i) buffers.group(0)[i] *= unit;
+        quantise_head(Task<D, Q, false>(h, buffers, stored, square, q), report);
     }
     Q::put(job, h.stored, buffers);
     return true;
@@ -368,35 +449,37 @@ template <class D, class Q> void compress_pivot(const Job &job) {
 
 constexpr i64 AHEAD = 4096;  // how far before its use q is fetched, in bytes
 
+template <class D, bool ORDINARY> [[gnu::noinline]] void restore_tiles(const Head<D> &h, const Buffers &buffers, const u8 *q, float power) {
+    const Restore<D, ORDINARY> restore(buffers, power);
+    Access<D> access(h);
+    Ahead<D> ahead(h);
+    const i64 q_stride = buffers.q_stride;
+    each_tile(buffers, [&](i64 v, i64 p) {
+        F row[ROWS];
+        take_tile(q + v * q_stride + p * LANES, q_stride, buffers.scale()[p], buffers.gain()[p], buffers.u() + v, row);
+        restore(v, row);
+        if (!access.streams) ahead.template fetch<true>(ROWS * LANES * sizeof(typename D::Word));
+        for (i64 i = 0; i < ROWS * LANES; i += LINE) __builtin_prefetch(q + v * q_stride + p * ROWS * LANES + i + AHEAD);
+        access.template write<ORDINARY>(v, p, row);
+    });
+}
+
 template <class D, class Q> void restore_pivot(const Job &job) {
     using S = Stored<D, Q>;
     each_head<D, Buffers>(job, [&](const Head<D> &h, const Buffers &buffers, double *) {
         const S stored(job, h.stored);
-        const Restore<D> restore(buffers, stored.power());
-        const Access<D> access(h);
-        const i64 q_stride = buffers.q_stride;
-        const float *u = buffers.u();
-        F *gain = buffers.gain(), *scale = buffers.scale();
-        for (i64 v = 0; v < h.d_v; v += LANES) {
-            const i64 count = std::min(h.d_v - v, i64(LANES));
+        for (i64 v = 0; v < buffers.num_rows; v += LANES) {
+            const i64 count = h.d_v - v;
             buffers.pivot()[v / LANES] = S::u_of(unpack<S::PIVOT_BITS>(stored.pivot + packed_size<S::PIVOT_BITS>(v), count), count);
         }
         for (i64 p = 0; p < buffers.count; ++p) {
             const i64 k = p * LANES, count = h.d_k - k;
-            gain[p] = S::gain_of(unpack<S::GAIN_BITS>(stored.gain + packed_size<S::GAIN_BITS>(k), count));
-            scale[p] = Scale::value(unpack<8>(stored.scale + k, count));
+            buffers.gain()[p] = S::gain_of(unpack<S::GAIN_BITS>(stored.gain + packed_size<S::GAIN_BITS>(k), count));
+            buffers.scale()[p] = Scale::value(unpack<8>(stored.scale + k, count));
         }
         const u8 *q = Q::take(job, h.stored, buffers);
-        Ahead<D> ahead(h);
-        each_tile(buffers, [&](i64 v, i64 p) {
-            F row[LANES];
-            take_tile(q + v * q_stride + p * LANES, q_stride, scale[p], gain[p], u + v, row);
-            restore(v, row);
-            if (!access.streams) ahead.template fetch<true>(LANES * sizeof(typename D::Word) / 4);
-            for (i64 i = 0; i < LANES * LANES; i += LINE) __builtin_prefetch(q + v * q_stride + p * LANES * LANES + i + AHEAD);
-            if (std::is_same_v<D, BFloat16> && restore.normal) access.template write<true>(v, p, row);
-            else access.write(v, p, row);
-        });
+        const auto tiles = ordinary(stored.power()) ? restore_tiles<D, true> : restore_tiles<D, false>;
+        tiles(h, buffers, q, stored.power());
     });
 }
 

@@ -1,5 +1,5 @@
-// A head in tiles of 16 rows by 16 channels in float32: a vector holds one row of a tile, and a tile fits the registers. Whatever dtype
-// a state has and however it lies in memory, from there on all is the same.
+// A head in tiles of 16 rows in float32: a vector holds one row of a tile, and a tile fits the registers, or nearly. Whatever dtype a
+// state has and however it lies in memory, from there on all is the same.
 
 #pragma once
 
@@ -7,10 +7,23 @@
 
 namespace {
 
+constexpr int ROWS = 16;  // of a tile: as many as are rotated together at most
+// As wide as the processor's registers: of wider vectors, compilers make arrays in memory.
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
-typedef float F __attribute__((vector_size(4 * LANES)));
-typedef i32 I __attribute__((vector_size(4 * LANES)));
-typedef i16 Shorts __attribute__((vector_size(2 * LANES)));
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+template <class T> struct VectorOf { typedef T Type __attribute__((vector_size(sizeof(T) * LANES))); };
+using F = VectorOf<float>::Type;
+using I = VectorOf<i32>::Type;
+using Shorts = VectorOf<i16>::Type;
+using UnsignedShorts = VectorOf<u16>::Type;
+using Bytes = VectorOf<i8>::Type;
+using UnsignedBytes = VectorOf<u8>::Type;
 
 inline F all(float x) { return F{} + x; }
 inline I as_bits(F x) { I b; std::memcpy(&b, &x, sizeof b); return b; }
@@ -21,30 +34,48 @@ inline I between(I x, i32 low, i32 high) { x = x < low ? I{} + low : x; return x
 inline F rounded(F x) { return (x + ROUND) - ROUND; }
 inline double sum(F x) {
     double total = 0;
-    for (int i = 0; i < 4; ++i) total += double((x[i] + x[i + 4]) + (x[i + 8] + x[i + 12]));
+    for (int i = 0; i < LANES; ++i) total += x[i];
     return total;
 }
 
-typedef i8 Bytes16 __attribute__((vector_size(LANES)));
-typedef u8 UnsignedBytes16 __attribute__((vector_size(LANES)));
-typedef u16 Words16 __attribute__((vector_size(2 * LANES)));
-
 // Compilers make several instructions of these where there is one.
-#ifdef __AVX512F__
-inline I widen(Bytes16 x) { return I(_mm512_cvtepi8_epi32(__m128i(x))); }
-inline I widen(Words16 x) { return I(_mm512_cvtepu16_epi32(__m256i(x))); }
-inline Bytes16 low_bytes(I x) { return Bytes16(_mm512_cvtepi32_epi8(__m512i(x))); }
+#if defined(__AVX512F__)
+inline I widen(Bytes x) { return I(_mm512_cvtepi8_epi32(__m128i(x))); }
+inline I widen(UnsignedShorts x) { return I(_mm512_cvtepu16_epi32(__m256i(x))); }
+inline I widen(Shorts x) { return I(_mm512_cvtepi16_epi32(__m256i(x))); }
+inline Bytes low_bytes(I x) { return Bytes(_mm512_cvtepi32_epi8(__m512i(x))); }
+inline Shorts low_shorts(I x) { return Shorts(_mm512_cvtepi32_epi16(__m512i(x))); }
 inline I larger(I a, I b) { return I(_mm512_max_epi32(__m512i(a), __m512i(b))); }
+#elif defined(__AVX2__)
+inline I widen(Bytes x) { return I(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(i64(x)))); }
+inline I widen(UnsignedShorts x) { return I(_mm256_cvtepu16_epi32(__m128i(x))); }
+inline I widen(Shorts x) { return I(_mm256_cvtepi16_epi32(__m128i(x))); }
+// The bytes of each four elements that FIRST, FIRST + 4 ... are, or pairs of them, brought together.
+inline Bytes low_bytes(I x) {
+    const __m256i first = _mm256_setr_epi32(0x0c080400, -1, -1, -1, 0x0c080400, -1, -1, -1);
+    const __m256i halves = _mm256_shuffle_epi8(__m256i(x), first);
+    return Bytes(_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1))));
+}
+inline Shorts low_shorts(I x) {
+    const __m256i first = _mm256_setr_epi32(0x05040100, 0x0d0c0908, -1, -1, 0x05040100, 0x0d0c0908, -1, -1);
+    const __m256i halves = _mm256_shuffle_epi8(__m256i(x), first);
+    return Shorts(_mm_unpacklo_epi64(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
+}
+inline I larger(I a, I b) { return I(_mm256_max_epi32(__m256i(a), __m256i(b))); }
 #else
-inline I widen(Bytes16 x) { return __builtin_convertvector(__builtin_convertvector(x, Shorts), I); }
-inline I widen(Words16 x) { return __builtin_convertvector(x, I); }
-inline Bytes16 low_bytes(I x) { return Bytes16(__builtin_convertvector(x, UnsignedBytes16)); }
+inline I widen(Bytes x) { return __builtin_convertvector(__builtin_convertvector(x, Shorts), I); }
+inline I widen(UnsignedShorts x) { return __builtin_convertvector(x, I); }
+inline I widen(Shorts x) { return __builtin_convertvector(x, I); }
+inline Bytes low_bytes(I x) { return Bytes(__builtin_convertvector(x, UnsignedBytes)); }
+inline Shorts low_shorts(I x) { return Shorts(__builtin_convertvector(x, UnsignedShorts)); }
 inline I larger(I a, I b) { return a > b ? a : b; }
 #endif
 inline I widen(I x) { return x; }
 // Rounded once or twice: for reports, and where a * b is exact.
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 inline F multiply_add(F a, F b, F c) { return F(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
+#elif defined(__FMA__)
+inline F multiply_add(F a, F b, F c) { return F(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c))); }
 #else
 inline F multiply_add(F a, F b, F c) { return a * b + c; }
 #endif
@@ -61,9 +92,9 @@ inline float largest_of(const F *x, i64 count) {
     return from_bits(found);
 }
 
-// The words of a dtype, 16 at a time, to float32 and back.
+// The words of a dtype, a vector at a time, to float32 and back.
 template <class D> struct Words {
-    using Packed = std::conditional_t<sizeof(typename D::Word) == 4, I, Words16>;
+    using Packed = std::conditional_t<sizeof(typename D::Word) == 4, I, UnsignedShorts>;
 
     static I read(const typename D::Word *from) {
         Packed words;
@@ -79,8 +110,10 @@ template <class D> struct Words {
             return;
         }
 #endif
-        const Packed words = __builtin_convertvector(narrow(values), Packed);
-        std::memcpy(to, &words, sizeof words);
+        const I words = narrow(values);
+        if constexpr (sizeof(typename D::Word) == 4) return void(std::memcpy(to, &words, sizeof words));
+        const Shorts low = low_shorts(words);
+        std::memcpy(to, &low, sizeof low);
     }
     static F load(I words) {
         if constexpr (std::is_same_v<D, Float32>) return as_floats(words);
@@ -103,7 +136,11 @@ template <class D> struct Words {
     }
     static I round_to_16(I b) { return b + 0x7fff + (b >> 16 & 1); }  // half to even, on the upper 16 bits
     // What the dtype makes of float32 values.
-    static F cast(F values) {
+    template <bool NORMAL> static F cast(F values) {
+#ifdef __AVX512BF16__
+        if constexpr (NORMAL && std::is_same_v<D, BFloat16>)
+            return load(widen(UnsignedShorts(__m256i(_mm512_cvtneps_pbh(__m512(values))))));
+#endif
         if constexpr (std::is_same_v<D, Float32>) return values;
         else if constexpr (std::is_same_v<D, BFloat16>) return as_floats(round_to_16(as_bits(values)) & ~0xffff);
         else return load(narrow(values));
@@ -123,8 +160,8 @@ public:
     float *floats() const { return reinterpret_cast<float *>(first); }
 };
 
-// Fetches the next head while this one is worked on: a few lines of the cache at a time, as only so many can be under way, and in their
-// order in memory, for which it is built.
+// Fetches the next head while this one is worked on: a few bytes at a time, as only so many lines can be under way, in their order in
+// memory, for which it is built, and no nearer than the second cache, as the first holds what is worked on.
 template <class D> class Ahead {
     const char *at, *row, *end;
     i64 apart, bytes, rows;
@@ -138,16 +175,16 @@ public:
         end = at + bytes;
     }
     template <bool WRITE> [[gnu::always_inline]] void fetch(int count) {
-        if (end - at < count * LINE) return fetch_slowly<WRITE>(count);
-        for (int i = 0; i < count; ++i) __builtin_prefetch(at + i * LINE, WRITE);
-        at += count * LINE;
+        if (end - at < count) return fetch_slowly<WRITE>(count);
+        for (int i = 0; i < count; i += LINE) __builtin_prefetch(at + i, WRITE, 2);
+        at += count;
     }
 
 private:
     template <bool WRITE> [[gnu::noinline]] void fetch_slowly(int count) {
-        for (; count > 0 && rows > 0; --count) {
-            __builtin_prefetch(at, WRITE);
-            if ((at += LINE) >= end) --rows, at = row += apart, end = at + bytes;
+        for (; count > 0 && rows > 0; count -= LINE) {
+            __builtin_prefetch(at, WRITE, 2);
+            if ((at += std::min(i64(count), LINE)) >= end) --rows, at = row += apart, end = at + bytes;
         }
     }
 };
@@ -155,71 +192,87 @@ private:
 // Reads and writes tiles of a head. Part p of a row is a vector; rows beyond d_v and channels beyond d_k are zeros.
 template <class D> class Access {
     using Word = typename D::Word;
+    static constexpr int LINE_LENGTH = LINE / sizeof(Word);
     const Head<D> &h;
+    alignas(LINE) Word lines[ROWS][LINE_LENGTH];  // what is written of lines that aren't complete
 
 public:
     const bool streams;  // so that write() need not find in the cache what it will overwrite
 
-    explicit Access(const Head<D> &head) : h(head), streams(h.stride_k == 1 && streamable<D>(h.state, h.stride_v)) {}
+    explicit Access(const Head<D> &head)
+        : h(head), streams(h.stride_k == 1 && h.d_k % LINE_LENGTH == 0 && streamable(h.state, h.stride_v)) {}
 
-    // 16 rows from v on.
+    // ROWS rows from v on.
     [[gnu::always_inline]] void read(i64 v, i64 p, F *x) const {
-        Word copy[LANES * LANES];
+        Word copy[ROWS * LANES];
         const Tile tile = at(v, p, copy);
         if (tile.copied) gather(v, p, copy);
-        for (int i = 0; i < LANES; ++i) x[i] = Words<D>::load(Words<D>::read(tile.words + i * tile.apart));
-        if (tile.turned) transpose(x);
+        for (int i = 0; i < ROWS; ++i) x[i] = Words<D>::load(Words<D>::read(tile.vector(i)));
+        if (tile.turned) turn(x);
     }
-    // Calls body(i, x, y) with 16 vectors of the state and what y, 16 rows of a tile, has in the same places. May transpose y.
+    // Calls body(i, x, y) with the vectors of the state and what y, a tile, has in the same places. May transpose y.
     template <class Body> [[gnu::always_inline]] void compare(i64 v, i64 p, F *y, Body body) const {
-        Word copy[LANES * LANES];
+        Word copy[ROWS * LANES];
         const Tile tile = at(v, p, copy);
         if (tile.copied) gather(v, p, copy);
-        if (tile.turned) transpose(y);
+        if (tile.turned) turn(y);
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; ++i) body(i, Words<D>::load(Words<D>::read(tile.words + i * tile.apart)), y[i]);
+        for (int i = 0; i < ROWS; ++i) body(i, Words<D>::load(Words<D>::read(tile.vector(i))), y[i]);
     }
-    template <bool NORMAL = false> [[gnu::always_inline]] void write(i64 v, i64 p, F *x) const {
-        Word copy[LANES * LANES];
+    // Tiles of the same rows must follow one another.
+    template <bool NORMAL = false> [[gnu::always_inline]] void write(i64 v, i64 p, F *x) {
+        Word copy[ROWS * LANES];
         const Tile tile = at(v, p, copy);
-        if (tile.turned) transpose(x);
-        if (streams && !tile.copied)
-            for (int i = 0; i < LANES; ++i) stream_line(&x[i], tile.words + i * tile.apart);
-        else
-            for (int i = 0; i < LANES; ++i) Words<D>::template write<NORMAL>(x[i], tile.words + i * tile.apart);
+        if (tile.turned) turn(x);
+        if (streams && !tile.copied) return stream<NORMAL>(p, x, tile);
+        for (int i = 0; i < ROWS; ++i) Words<D>::template write<NORMAL>(x[i], tile.vector(i));
         if (tile.copied) scatter(v, p, copy);
     }
 
 private:
-    // Where the vectors of a tile lie: in a copy of it, unless it is whole and one of its axes contiguous.
+    // Where the vectors of a tile lie: in a copy of it, unless it is whole and one of its axes contiguous. In a turned one, LANES vectors
+    // hold the channels of as many rows.
     struct Tile {
         Word *words;
-        i64 apart;
+        i64 apart, squares_apart;
         bool turned, copied;
+
+        Word *vector(int i) const { return words + i % LANES * apart + i / LANES * squares_apart; }
     };
 
+    [[gnu::always_inline]] static void turn(F *x) {
+        for (int i = 0; i < ROWS; i += LANES) transpose<LANES>(x + i);
+    }
     Tile at(i64 v, i64 p, Word *copy) const {
         const i64 k = p * LANES;
-        if (v + LANES > h.d_v || k + LANES > h.d_k || (h.stride_k != 1 && h.stride_v != 1)) return {copy, LANES, false, true};
+        if (v + ROWS > h.d_v || k + LANES > h.d_k || (h.stride_k != 1 && h.stride_v != 1)) 
+            return {copy, LANES, LANES * LANES, false, true};
         Word *words = h.state + v * h.stride_v + k * h.stride_k;
-        return h.stride_k == 1 ? Tile{words, h.stride_v, false, false} : Tile{words, h.stride_k, true, false};
+        if (h.stride_k == 1) return {words, h.stride_v, LANES * h.stride_v, false, false};
+        return {words, h.stride_k, LANES, true, false};
+    }
+    template <bool NORMAL> [[gnu::always_inline]] void stream(i64 p, const F *x, const Tile &tile) {
+        const i64 start = p * LANES % LINE_LENGTH;
+        for (int i = 0; i < ROWS; ++i) Words<D>::template write<NORMAL>(x[i], &lines[i][start]);
+        if (start + LANES == LINE_LENGTH)
+            for (int i = 0; i < ROWS; ++i) stream_line(lines[i], tile.vector(i) - start);
     }
     [[gnu::noinline]] void gather(i64 v, i64 p, Word *copy) const {
-        std::fill_n(copy, LANES * LANES, Word(0));
+        std::fill_n(copy, ROWS * LANES, Word(0));
         each_element(v, p, copy, [](Word &mine, const Word &theirs) { mine = theirs; });
     }
     [[gnu::noinline]] void scatter(i64 v, i64 p, Word *copy) const {
         each_element(v, p, copy, [](const Word &mine, Word &theirs) { theirs = mine; });
     }
     template <class Body> void each_element(i64 v, i64 p, Word *copy, Body body) const {
-        const i64 k = p * LANES, rows = std::min(h.d_v - v, i64(LANES)), channels = std::min(h.d_k - k, i64(LANES));
+        const i64 k = p * LANES, rows = std::min(h.d_v - v, i64(ROWS)), channels = std::min(h.d_k - k, i64(LANES));
         for (i64 i = 0; i < rows; ++i)
             for (i64 j = 0; j < channels; ++j) body(copy[i * LANES + j], h.state[(v + i) * h.stride_v + (k + j) * h.stride_k]);
     }
 };
 
 // Rows that are rotated together.
-inline i64 block_of(i64 d_v) { return std::min(d_v & -d_v, i64(LANES)); }
+inline i64 block_of(i64 d_v) { return std::min(d_v & -d_v, i64(ROWS)); }
 
 // The random sign of a row: the top bit of its mixed number.
 inline float sign_of(i64 v) {
@@ -237,7 +290,7 @@ struct Buffers {
     std::unique_ptr<u8[]> q_, packed;
 
     Buffers(i64 d_v, i64 d_k)
-        : num_rows((d_v + LANES - 1) / LANES * LANES), count((d_k + LANES - 1) / LANES), q_stride(count * LANES),
+        : num_rows((d_v + ROWS - 1) / ROWS * ROWS), count((d_k + LANES - 1) / LANES), q_stride(count * LANES),
           block(block_of(d_v)), head_(count * num_rows), gain_(count), scale_(count), signs_(num_rows / LANES), back_(num_rows / LANES),
           pivot_(num_rows / LANES), q_(new u8[num_rows * q_stride]()), packed(new u8[d_v * d_k * 4]) {
         for (i64 v = 0; v < num_rows; ++v) signs()[v] = sign_of(v) / float(block);
@@ -273,7 +326,7 @@ template <class Body> [[gnu::always_inline]] inline void each_group(const Buffer
 
 // Calls body(v, p) for every tile.
 template <class Body> [[gnu::always_inline]] inline void each_tile(const Buffers &buffers, Body body) {
-    for (i64 v = 0; v < buffers.num_rows; v += LANES)
+    for (i64 v = 0; v < buffers.num_rows; v += ROWS)
         for (i64 p = 0; p < buffers.count; ++p) body(v, p);
 }
 
