@@ -9,25 +9,31 @@
 
 namespace {
 
-// Butterflies between the rows of a tile: of neighbours first, or last.
-template <int STAGES, bool NEAR_FIRST> [[gnu::always_inline]] inline void butterflies(F *row) {
-#pragma GCC unroll 4
-    for (int step = 0; step < STAGES; ++step) {
-        const int bit = 1 << (NEAR_FIRST ? step : STAGES - 1 - step);
-#pragma GCC unroll 16
-        for (int i = 0; i < ROWS; ++i)
-            if (!(i & bit)) {
-                const F a = row[i], b = row[i | bit];
-                row[i] = a + b, row[i | bit] = a - b;
-            }
+// Butterflies between COUNT rows: of neighbours first, or last. One half is done before the other, as registers are few.
+template <int COUNT, bool NEAR_FIRST> [[gnu::always_inline]] inline void butterflies(F *row) {
+    if constexpr (COUNT > 1) {
+        constexpr int HALF = COUNT / 2;
+        if constexpr (NEAR_FIRST) butterflies<HALF, true>(row), butterflies<HALF, true>(row + HALF);
+#pragma GCC unroll 8
+        for (int i = 0; i < HALF; ++i) {
+            const F a = row[i], b = row[i + HALF];
+            row[i] = a + b, row[i + HALF] = a - b;
+        }
+        if constexpr (!NEAR_FIRST) butterflies<HALF, false>(row), butterflies<HALF, false>(row + HALF);
     }
 }
 
+// Of all blocks in a tile.
+template <int BLOCK, bool NEAR_FIRST> [[gnu::always_inline]] inline void rotate_blocks(F *row) {
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i += BLOCK) butterflies<BLOCK, NEAR_FIRST>(row + i);
+}
+
 template <bool NEAR_FIRST> [[gnu::always_inline]] inline void rotate(F *row, i64 block) {
-    if (block == 16) butterflies<4, NEAR_FIRST>(row);
-    else if (block == 8) butterflies<3, NEAR_FIRST>(row);
-    else if (block == 4) butterflies<2, NEAR_FIRST>(row);
-    else if (block == 2) butterflies<1, NEAR_FIRST>(row);
+    if (block == 16) rotate_blocks<16, NEAR_FIRST>(row);
+    else if (block == 8) rotate_blocks<8, NEAR_FIRST>(row);
+    else if (block == 4) rotate_blocks<4, NEAR_FIRST>(row);
+    else if (block == 2) rotate_blocks<2, NEAR_FIRST>(row);
 }
 
 // Positive numbers in few bits; see Minifloat in pivot.py.
