@@ -71,6 +71,15 @@ inline Shorts low_shorts(I x) { return Shorts(__builtin_convertvector(x, Unsigne
 inline I larger(I a, I b) { return a > b ? a : b; }
 #endif
 inline I widen(I x) { return x; }
+// Into the upper halves.
+inline I widen_up(UnsignedShorts x) {
+#ifdef __AVX512BW__
+    const __m512i places = _mm512_slli_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 16);
+    return I(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, places, _mm512_castsi256_si512(__m256i(x))));
+#else
+    return widen(x) << 16;
+#endif
+}
 // Rounded once or twice: for reports, and where a * b is exact.
 #if defined(__AVX512F__)
 inline F multiply_add(F a, F b, F c) { return F(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
@@ -96,10 +105,11 @@ inline float largest_of(const F *x, i64 count) {
 template <class D> struct Words {
     using Packed = std::conditional_t<sizeof(typename D::Word) == 4, I, UnsignedShorts>;
 
-    static I read(const typename D::Word *from) {
+    static F read(const typename D::Word *from) {
         Packed words;
         std::memcpy(&words, from, sizeof words);
-        return widen(words);
+        if constexpr (std::is_same_v<D, BFloat16>) return as_floats(widen_up(words));
+        else return load(widen(words));
     }
     // NORMAL: no value is subnormal, which the processor's own rounding would make 0.
     template <bool NORMAL> static void write(F values, typename D::Word *to) {
@@ -139,7 +149,7 @@ template <class D> struct Words {
     template <bool NORMAL> static F cast(F values) {
 #ifdef __AVX512BF16__
         if constexpr (NORMAL && std::is_same_v<D, BFloat16>)
-            return load(widen(UnsignedShorts(__m256i(_mm512_cvtneps_pbh(__m512(values))))));
+            return as_floats(widen_up(UnsignedShorts(__m256i(_mm512_cvtneps_pbh(__m512(values))))));
 #endif
         if constexpr (std::is_same_v<D, Float32>) return values;
         else if constexpr (std::is_same_v<D, BFloat16>) return as_floats(round_to_16(as_bits(values)) & ~0xffff);
@@ -207,7 +217,7 @@ public:
         Word copy[ROWS * LANES];
         const Tile tile = at(v, p, copy);
         if (tile.copied) gather(v, p, copy);
-        for (int i = 0; i < ROWS; ++i) x[i] = Words<D>::load(Words<D>::read(tile.vector(i)));
+        for (int i = 0; i < ROWS; ++i) x[i] = Words<D>::read(tile.vector(i));
         if (tile.turned) turn(x);
     }
     // Calls body(i, x, y) with the vectors of the state and what y, a tile, has in the same places. May transpose y.
@@ -217,7 +227,7 @@ public:
         if (tile.copied) gather(v, p, copy);
         if (tile.turned) turn(y);
 #pragma GCC unroll 16
-        for (int i = 0; i < ROWS; ++i) body(i, Words<D>::load(Words<D>::read(tile.vector(i))), y[i]);
+        for (int i = 0; i < ROWS; ++i) body(i, Words<D>::read(tile.vector(i)), y[i]);
     }
     // Tiles of the same rows must follow one another.
     template <bool NORMAL = false> [[gnu::always_inline]] void write(i64 v, i64 p, F *x) {
