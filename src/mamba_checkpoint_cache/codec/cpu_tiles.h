@@ -20,6 +20,7 @@ constexpr int LANES = 4;
 template <class T> struct VectorOf { typedef T Type __attribute__((vector_size(sizeof(T) * LANES))); };
 using F = VectorOf<float>::Type;
 using I = VectorOf<i32>::Type;
+using Unsigned = VectorOf<u32>::Type;
 using Shorts = VectorOf<i16>::Type;
 using UnsignedShorts = VectorOf<u16>::Type;
 using Bytes = VectorOf<i8>::Type;
@@ -125,6 +126,18 @@ template <class D> struct Words {
         const Shorts low = low_shorts(words);
         std::memcpy(to, &low, sizeof low);
     }
+    // Two vectors at once.
+    template <bool NORMAL> [[gnu::always_inline]] static void write_two(F a, F b, typename D::Word *to_a, typename D::Word *to_b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        if constexpr (sizeof(typename D::Word) == 2) {
+            const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(narrow(a)), __m256i(narrow(b))), 0xd8);
+            _mm_storeu_si128(reinterpret_cast<__m128i *>(to_a), _mm256_castsi256_si128(both));
+            _mm_storeu_si128(reinterpret_cast<__m128i *>(to_b), _mm256_extracti128_si256(both, 1));
+            return;
+        }
+#endif
+        write<NORMAL>(a, to_a), write<NORMAL>(b, to_b);
+    }
     static F load(I words) {
         if constexpr (std::is_same_v<D, Float32>) return as_floats(words);
         else if constexpr (std::is_same_v<D, BFloat16>) return as_floats(words << 16);
@@ -136,7 +149,7 @@ template <class D> struct Words {
     static I narrow(F values) {
         const I b = as_bits(values);
         if constexpr (std::is_same_v<D, Float32>) return b;
-        else if constexpr (std::is_same_v<D, BFloat16>) return round_to_16(b) >> 16;
+        else if constexpr (std::is_same_v<D, BFloat16>) return I(Unsigned(round_to_16(b)) >> 16);
         else {
             const I sign = b >> 16 & 0x8000, size = b & 0x7fffffff;
             const I normal = (size + 0xfff + (size >> 13 & 1) - (112 << 23)) >> 13;
@@ -235,7 +248,7 @@ public:
         const Tile tile = at(v, p, copy);
         if (tile.turned) turn(x);
         if (streams && !tile.copied) return stream<NORMAL>(p, x, tile);
-        for (int i = 0; i < ROWS; ++i) Words<D>::template write<NORMAL>(x[i], tile.vector(i));
+        for (int i = 0; i < ROWS; i += 2) Words<D>::template write_two<NORMAL>(x[i], x[i + 1], tile.vector(i), tile.vector(i + 1));
         if (tile.copied) scatter(v, p, copy);
     }
 
@@ -263,7 +276,7 @@ private:
     }
     template <bool NORMAL> [[gnu::always_inline]] void stream(i64 p, const F *x, const Tile &tile) {
         const i64 start = p * LANES % LINE_LENGTH;
-        for (int i = 0; i < ROWS; ++i) Words<D>::template write<NORMAL>(x[i], &lines[i][start]);
+        for (int i = 0; i < ROWS; i += 2) Words<D>::template write_two<NORMAL>(x[i], x[i + 1], &lines[i][start], &lines[i + 1][start]);
         if (start + LANES == LINE_LENGTH)
             for (int i = 0; i < ROWS; ++i) stream_line(lines[i], tile.vector(i) - start);
     }
