@@ -412,16 +412,18 @@ template <class D> [[gnu::noinline]] float rotate_head(const Access<D> &access, 
     const float *sign = buffers.signs();
     const i64 block = buffers.block;
     std::fill_n(by_channel, buffers.count, F{});
-    each_tile(buffers, [&](i64 v, i64 p) {
-        const i64 apart = buffers.apart(p);
-        F row[ROWS], most = by_channel[p], *at = buffers.part(p) + v * apart;
-        access.read(v, p, row);
-        for (int i = 0; i < ROWS; ++i) row[i] = row[i] * sign[v + i];
-        rotate<true>(row, block);
+    for (i64 v = 0; v < buffers.num_rows; v += ROWS)
+        each_group(buffers, [&](i64 first, auto width) {
+            for (i64 p = first; p < first + width; ++p) {
+                F row[ROWS], most = by_channel[p], *at = buffers.group(first) + v * width + (p - first);
+                access.read(v, p, row);
+                for (int i = 0; i < ROWS; ++i) row[i] = row[i] * sign[v + i];
+                rotate<true>(row, block);
 #pragma GCC unroll 16
-        for (int i = 0; i < ROWS; ++i) at[i * apart] = row[i], most = largest_of(row[i], most);
-        by_channel[p] = most;
-    });
+                for (int i = 0; i < ROWS; ++i) at[i * width] = row[i], most = largest_of(row[i], most);
+                by_channel[p] = most;
+            }
+        });
     return largest_of(by_channel, buffers.count);
 }
 

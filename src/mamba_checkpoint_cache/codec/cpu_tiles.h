@@ -230,8 +230,14 @@ public:
         Word copy[ROWS * LANES];
         const Tile tile = at(v, p, copy);
         if (tile.copied) gather(v, p, copy);
-        for (int i = 0; i < ROWS; ++i) x[i] = Words<D>::read(tile.vector(i));
-        if (tile.turned) turn(x);
+        if (tile.turned) {
+            F turned[ROWS];
+            for (int i = 0; i < ROWS; ++i) turned[i] = Words<D>::read(tile.vector(i));
+            turn(turned);
+            for (int i = 0; i < ROWS; ++i) x[i] = turned[i];
+        } else {
+            for (int i = 0; i < ROWS; ++i) x[i] = Words<D>::read(tile.vector(i));
+        }
     }
     // Calls body(i, x, y) with the vectors of the state and what y, a tile, has in the same places. May transpose y.
     template <class Body> [[gnu::always_inline]] void compare(i64 v, i64 p, F *y, Body body) const {
