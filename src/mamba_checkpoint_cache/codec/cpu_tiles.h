@@ -230,29 +230,26 @@ public:
         Word copy[ROWS * LANES];
         const Tile tile = at(v, p, copy);
         if (tile.copied) gather(v, p, copy);
-        if (tile.turned) {
-            F turned[ROWS];
-            for (int i = 0; i < ROWS; ++i) turned[i] = Words<D>::read(tile.vector(i));
-            turn(turned);
-            for (int i = 0; i < ROWS; ++i) x[i] = turned[i];
-        } else {
-            for (int i = 0; i < ROWS; ++i) x[i] = Words<D>::read(tile.vector(i));
-        }
+        F read[ROWS];
+        for (int i = 0; i < ROWS; ++i) read[i] = Words<D>::read(tile.vector(i));
+        tile.turn(read, x);
     }
-    // Calls body(i, x, y) with the vectors of the state and what y, a tile, has in the same places. May transpose y.
-    template <class Body> [[gnu::always_inline]] void compare(i64 v, i64 p, F *y, Body body) const {
+    // Calls body(i, x, y) with the vectors of the state and what y, a tile, has in the same places.
+    template <class Body> [[gnu::always_inline]] void compare(i64 v, i64 p, const F *y, Body body) const {
         Word copy[ROWS * LANES];
         const Tile tile = at(v, p, copy);
         if (tile.copied) gather(v, p, copy);
-        if (tile.turned) turn(y);
+        F turned[ROWS];
+        tile.turn(y, turned);
 #pragma GCC unroll 16
-        for (int i = 0; i < ROWS; ++i) body(i, Words<D>::read(tile.vector(i)), y[i]);
+        for (int i = 0; i < ROWS; ++i) body(i, Words<D>::read(tile.vector(i)), turned[i]);
     }
     // Tiles of the same rows must follow one another.
-    template <bool NORMAL = false> [[gnu::always_inline]] void write(i64 v, i64 p, F *x) {
+    template <bool NORMAL = false> [[gnu::always_inline]] void write(i64 v, i64 p, const F *tile_rows) {
         Word copy[ROWS * LANES];
         const Tile tile = at(v, p, copy);
-        if (tile.turned) turn(x);
+        F x[ROWS];
+        tile.turn(tile_rows, x);
         if (streams && !tile.copied) return stream<NORMAL>(p, x, tile);
         for (int i = 0; i < ROWS; i += 2) Words<D>::template write_two<NORMAL>(x[i], x[i + 1], tile.vector(i), tile.vector(i + 1));
         if (tile.copied) scatter(v, p, copy);
@@ -267,11 +264,19 @@ private:
         bool turned, copied;
 
         Word *vector(int i) const { return words + i % LANES * apart + i / LANES * squares_apart; }
+        // From rows to vectors as they lie here, or back. What is transposed is a copy: it is kept in memory, and the rest need not be.
+        [[gnu::always_inline]] void turn(const F *from, F *to) const {
+            if (turned) {
+                F mixed[ROWS];
+                for (int i = 0; i < ROWS; ++i) mixed[i] = from[i];
+                for (int i = 0; i < ROWS; i += LANES) transpose<LANES>(mixed + i);
+                for (int i = 0; i < ROWS; ++i) to[i] = mixed[i];
+            } else {
+                for (int i = 0; i < ROWS; ++i) to[i] = from[i];
+            }
+        }
     };
 
-    [[gnu::always_inline]] static void turn(F *x) {
-        for (int i = 0; i < ROWS; i += LANES) transpose<LANES>(x + i);
-    }
     Tile at(i64 v, i64 p, Word *copy) const {
         const i64 k = p * LANES;
         if (v + ROWS > h.d_v || k + LANES > h.d_k || (h.stride_k != 1 && h.stride_v != 1)) 
