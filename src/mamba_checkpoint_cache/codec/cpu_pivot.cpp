@@ -63,6 +63,25 @@ template <class D> using PrecisionOf = std::conditional_t<std::is_same_v<D, BFlo
 
 inline F read_codes(const u8 *from) { Bytes b; std::memcpy(&b, from, LANES); return __builtin_convertvector(widen(b), F); }
 inline void write_codes(I codes, u8 *to) { const Bytes b = low_bytes(codes); std::memcpy(to, &b, LANES); }
+// Four vectors of codes that fit a byte, to places so many bytes apart.
+[[gnu::always_inline]] inline void write_four(const I *codes, u8 *to, i64 apart) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i *c = reinterpret_cast<const __m256i *>(codes);
+    const __m256i halves = _mm256_packs_epi16(_mm256_packs_epi32(c[0], c[1]), _mm256_packs_epi32(c[2], c[3]));
+    const __m256i bytes = _mm256_permutevar8x32_epi32(halves, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    if (apart == LANES) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), bytes);
+    } else {
+        const __m128i first = _mm256_castsi256_si128(bytes), last = _mm256_extracti128_si256(bytes, 1);
+        _mm_storel_pi(reinterpret_cast<__m64 *>(to), _mm_castsi128_ps(first));
+        _mm_storeh_pi(reinterpret_cast<__m64 *>(to + apart), _mm_castsi128_ps(first));
+        _mm_storel_pi(reinterpret_cast<__m64 *>(to + 2 * apart), _mm_castsi128_ps(last));
+        _mm_storeh_pi(reinterpret_cast<__m64 *>(to + 3 * apart), _mm_castsi128_ps(last));
+    }
+#else
+    for (int i = 0; i < 4; ++i) write_codes(codes[i], to + i * apart);
+#endif
+}
 
 // Codes of 2, 4 or 8 bits in bytes, the first in the lowest bits.
 template <int BITS> inline i64 packed_size(i64 count) { return (count * BITS + 7) / 8; }
@@ -316,11 +335,16 @@ template <int WIDTH, class D, class Q, bool ORDINARY> [[gnu::noinline]] double q
         F error[WIDTH] = {};
         for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); ++v) {
             task.fetch(WIDTH * LANES / 2);
+            I codes[WIDTH];
             for (int i = 0; i < WIDTH; ++i) {
-                const F scaled = head[v * WIDTH + i] * inverse[i], level = scaled + ROUND, rest = scaled - (level - ROUND);
-                write_codes(as_bits(level), task.q + v * buffers.q_stride + (first + i) * LANES);
+                const F scaled = head[v * WIDTH + i] * inverse[i];
+                codes[i] = nearest(scaled);
+                const F rest = scaled - __builtin_convertvector(codes[i], F);
                 error[i] = multiply_add(rest, rest, error[i]);
             }
+            u8 *q = task.q + v * buffers.q_stride + first * LANES;
+            if constexpr (WIDTH == 4) write_four(codes, q, LANES);
+            else write_codes(codes[0], q);
         }
         for (int i = 0; i < WIDTH; ++i) {
             const F s = buffers.scale()[first + i] * task.power;
@@ -362,11 +386,15 @@ template <int WIDTH, class D, class Q, bool ORDINARY>
             for (i64 v = v0; v < std::min(v0 + RUN, buffers.num_rows); v += ROWS) {
                 F row[ROWS];
                 task.fetch(ROWS * LANES / 2);
-#pragma GCC unroll 16
-                for (int i = 0; i < ROWS; ++i) {
-                    const F level = head[(v + i) * WIDTH] * inverse + ROUND;
-                    write_codes(as_bits(level), task.q + (v + i) * buffers.q_stride + p * LANES);
-                    row[i] = multiply_add(level - ROUND, s, gain * u[v + i]);
+#pragma GCC unroll 4
+                for (int first_row = 0; first_row < ROWS; first_row += 4) {
+                    I codes[4];
+                    for (int j = 0; j < 4; ++j) {
+                        const i64 i = first_row + j;
+                        codes[j] = nearest(head[(v + i) * WIDTH] * inverse);
+                        row[i] = multiply_add(__builtin_convertvector(codes[j], F), s, gain * u[v + i]);
+                    }
+                    write_four(codes, task.q + (v + first_row) * buffers.q_stride + p * LANES, buffers.q_stride);
                 }
                 measure(v, p, row, error);
             }

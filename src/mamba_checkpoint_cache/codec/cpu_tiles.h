@@ -33,6 +33,15 @@ inline F magnitude(F x) { return as_floats(as_bits(x) & 0x7fffffff); }
 inline I between(I x, i32 low, i32 high) { x = x < low ? I{} + low : x; return x > high ? I{} + high : x; }
 // Half to even; the magnitude must be under 2^22.
 inline F rounded(F x) { return (x + ROUND) - ROUND; }
+inline I nearest(F x) {
+#if defined(__AVX512F__)
+    return I(_mm512_cvtps_epi32(__m512(x)));
+#elif defined(__AVX2__)
+    return I(_mm256_cvtps_epi32(__m256(x)));
+#else
+    return as_bits(x + ROUND) - as_bits(all(ROUND));
+#endif
+}
 inline double sum(F x) {
     double total = 0;
     for (int i = 0; i < LANES; ++i) total += x[i];
