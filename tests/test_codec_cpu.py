@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Iterator
 
 import pytest
 import torch
-from codec_contract import SIZES, CodecContract, assert_reports_agree, fresh_numbers
+from codec_contract import SIZES, CodecContract, assert_reports_agree, bits, fresh_numbers
 
-from mamba_checkpoint_cache.codec import cpu
+from mamba_checkpoint_cache.codec import cpu, cpu_build
 from mamba_checkpoint_cache.codec.cpu import (
     CPU_CODECS,
     CpuInt5PivotCodec,
@@ -80,6 +81,39 @@ class TestPivotWithoutKernels(TestWithoutKernels):
     codec, reference = CpuInt8PivotCodec(), Int8PivotCodec()
 
 
+@pytest.fixture(scope="class", params=["-march=x86-64-v3 -fopenmp", "-fopenmp"], ids=["avx2", "sse2"])
+def fewer_instructions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels compiled for less than this processor can do: their vectors have other lengths."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the options are those of another processor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "fewer-instructions"))
+        patch.setattr(cpu_build, "EXTRA_FLAGS", (request.param,))
+        load_kernels.cache_clear()
+        assert load_kernels() is not None
+        yield
+    load_kernels.cache_clear()
+
+
+on_other_processors = [pytest.mark.slow, pytest.mark.usefixtures("fewer_instructions")]
+
+
+class TestInt8OnOtherProcessors(TestInt8):
+    pytestmark = on_other_processors
+
+
+class TestInt16OnOtherProcessors(TestInt16):
+    pytestmark = on_other_processors
+
+
+class TestInt8PivotOnOtherProcessors(TestInt8Pivot):
+    pytestmark = on_other_processors
+
+
+class TestInt5PivotOnOtherProcessors(TestInt5Pivot):
+    pytestmark = on_other_processors
+
+
 def test_the_kernels_are_compiled_here() -> None:
     """The contract above tests compiled code, not the fallback."""
     assert load_kernels() is not None
@@ -124,3 +158,28 @@ def test_the_error_of_ordinary_float32_states_is_reported_right(
     report = codec.compress(state, (0,), stored, (0,))
 
     assert_reports_agree(report, reference.compress(state, (0,), expected, (0,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(63, 40), (48, 128)])
+@pytest.mark.parametrize("exponent", [-120, -41, -40, -39, 0, 39, 40, 41, 120])
+def test_heads_far_from_one(exponent: int, size: tuple[int, int], dtype: torch.dtype) -> None:
+    """Whether a head is worked on in units of its own or as it is changes no byte, be there zeros and subnormal numbers in it."""
+    spec, numbers = StateSpec(1, 12, *size, dtype), fresh_numbers()
+    state = torch.randn(1, 1, 12, *size, generator=numbers)
+    state *= 2 ** (3 * torch.randn(1, 1, 12, 1, 1, generator=numbers)) * 2.0**exponent / state.abs().amax((-2, -1), keepdim=True)
+    tiny = torch.randn(state.shape, generator=numbers) * 10 ** -torch.randint(36, 46, state.shape, generator=numbers).float()
+    few = torch.rand(state.shape, generator=numbers) < torch.rand(1, 1, 12, 1, size[1], generator=numbers) ** 2
+    state = torch.where(few, tiny, state).to(dtype)
+    for codec, reference in [(CpuInt8PivotCodec(), Int8PivotCodec()), (CpuInt5PivotCodec(), Int5PivotCodec())]:
+        stored, expected = (reference.allocate(spec, 1, torch.device("cpu")) for _ in range(2))
+
+        report, expected_report = codec.compress(state, (0,), stored, (0,)), reference.compress(state, (0,), expected, (0,))
+        target, restored = torch.zeros_like(state), torch.zeros_like(state)
+        codec.restore(stored, (0,), target, (0,))
+        reference.restore(expected, (0,), restored, (0,))
+
+        for name in expected:
+            assert torch.equal(stored[name], expected[name]), name
+        assert torch.equal(bits(target), bits(restored))
+        assert_reports_agree(report, expected_report)
