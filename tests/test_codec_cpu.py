@@ -160,6 +160,25 @@ def test_the_error_of_ordinary_float32_states_is_reported_right(
     assert_reports_agree(report, reference.compress(state, (0,), expected, (0,)))
 
 
+@pytest.mark.parametrize("codec", [CpuInt16Codec(), CpuInt8Codec(), CpuInt8PivotCodec()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d_k", [8, 16, 24, 32, 40, 48, 64])
+def test_rows_that_begin_lines_and_end_within_one(d_k: int, dtype: torch.dtype, codec: TableCodec) -> None:
+    """What is written past the cache, line by line, is whole where rows are, and no more than that where they are not."""
+    spec, numbers = StateSpec(1, 1, 32, d_k, dtype), fresh_numbers()
+    state = torch.randn(1, 1, 1, 32, d_k, generator=numbers).to(dtype)
+    stored = codec.allocate(spec, 1, torch.device("cpu"))
+    codec.compress(state, (0,), stored, (0,))
+    apart, wide = torch.zeros(1, 1, 1, d_k, 32, dtype=dtype).mT, torch.full((1, 1, 1, 32, 64), 7.0, dtype=dtype)
+
+    codec.restore(stored, (0,), apart, (0,))
+    codec.restore(stored, (0,), wide[..., :d_k], (0,))
+
+    assert wide.data_ptr() % 64 == 0
+    assert torch.equal(wide[..., :d_k], apart)
+    assert (wide[..., d_k:] == 7).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(63, 40), (48, 128)])
 @pytest.mark.parametrize("exponent", [-120, -41, -40, -39, 0, 39, 40, 41, 120])

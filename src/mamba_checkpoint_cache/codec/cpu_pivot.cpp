@@ -72,12 +72,12 @@ template <class S> float find_pivot(const S &stored, const Buffers &buffers, i64
     const i64 p = pivot / LANES, apart = buffers.apart(p);
     const float *channel = reinterpret_cast<const float *>(buffers.part(p)) + pivot % LANES;
     const float step = largest * unit / N;
-    // A loop of its own: vectors of what was just stored an element at a time would have to wait for it.
+    // A loop of its own: vectors of what was just stored an element at a time would have to wait for it. Rows beyond d_v remain 0.
     float *rows = reinterpret_cast<float *>(buffers.pivot());
     for (i64 v = 0; v < buffers.num_rows; ++v) rows[v] = channel[v * apart * LANES];
     I squares = {};
-    for (i64 v = 0; v < buffers.num_rows; v += LANES) {
-        const i64 count = std::clamp(d_v - v, i64(0), i64(LANES));
+    for (i64 v = 0; v < d_v; v += LANES) {
+        const i64 count = std::min(d_v - v, i64(LANES));
         const F level = buffers.pivot()[v / LANES] * unit / (step > 0 ? step : 1.0f);
         I codes = __builtin_convertvector(level, I);
         codes = between(codes + (__builtin_convertvector(codes, F) > level), -N, N - 1) + N;
