@@ -17,8 +17,13 @@ from pathlib import Path
 import structlog
 
 SOURCES = (
-    *("cpu_common.h", "cpu_vectors.h", "cpu_tiles.h", "cpu_pivot_fields.h"),
-    *("cpu_int8.cpp", "cpu_int16.cpp", "cpu_pivot.cpp"),
+    "cpu_common.h",
+    "cpu_vectors.h",
+    "cpu_tiles.h",
+    "cpu_pivot_fields.h",
+    "cpu_int8.cpp",
+    "cpu_int16.cpp",
+    "cpu_pivot.cpp",
 )
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = "-std=c++17 -O3 -shared -fPIC -fopenmp-simd -ffp-contract=off -fno-math-errno -fno-trapping-math"

@@ -9,7 +9,6 @@
 #include <memory>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #ifdef __SSE2__
 #include <immintrin.h>

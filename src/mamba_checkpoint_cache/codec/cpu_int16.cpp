@@ -11,8 +11,8 @@ inline F read_shorts(const i16 *from, i64 width) {
     else std::memcpy(&codes, from, width * sizeof(i16));
     return __builtin_convertvector(widen(codes), F);
 }
-inline void write_shorts(F values, i16 *to, i64 width) {
-    const Shorts codes = low_shorts(__builtin_convertvector(values, I));
+inline void write_shorts(I values, i16 *to, i64 width) {
+    const Shorts codes = low_shorts(values);
     if (width >= LANES) std::memcpy(to, &codes, sizeof codes);
     else std::memcpy(to, &codes, width * sizeof(i16));
 }
@@ -47,10 +47,10 @@ template <class D> bool compress_int16_head(const Job &job, const Head<D> &h, co
                 for (int i = 0; i < width; ++i) {
                     const i64 k = (first + i) * LANES;
                     const F x = head[v * width + i], s = scale[first + i];
-                    const F level = rounded(smaller(larger(x / s, all(-32767.0f)), all(32767.0f)));
-                    write_shorts(level, q + v * h.d_k + k, h.d_k - k);
+                    const I code = round_to_integer(smaller(larger(x / s, all(-32767.0f)), all(32767.0f)));
+                    write_shorts(code, q + v * h.d_k + k, h.d_k - k);
                     signal.add(x * report.unit, i);
-                    error.add((x - Words<D>::template cast<false>(level * s)) * report.unit, i);
+                    error.add((x - Words<D>::template cast<false>(__builtin_convertvector(code, F) * s)) * report.unit, i);
                 }
             }
             report.signal += sum(signal.total()), report.error += sum(error.total());

@@ -194,7 +194,7 @@ template <class D> void restore_rows(const Int8Head<D> &h, const Scratch<D> &scr
     const Int8Head<D> wide = h.folded();
     for (i64 k = 0; k < h.d_k; ++k) scratch.scale[k] = D::Scale::load(h.scale[k]);
     for (i64 k = h.d_k; k < wide.d_k; ++k) scratch.scale[k] = scratch.scale[k - h.d_k];
-    // Rows of 16 bits are fetched in time: their stores come one after the other.
+    // Rows of 16 bits gain nothing by it: they are written in order, so that the processor fetches them ahead.
     const bool streams = std::is_same_v<D, Float32> && streamable(wide.state, wide.stride_v);
     for (i64 v = 0; v < wide.d_v; ++v)
         in_steps(wide.d_k, [&](i64 first_k, auto width) {

@@ -62,7 +62,7 @@ template <int BITS> inline void pack(u8 *packed, I codes, i64 count) {
     write_codes(codes, code);
     for (int i = 0; i < LANES; ++i) byte[i / PER_BYTE] |= u8(code[i] << (i % PER_BYTE * BITS));
     if (count >= LANES) std::memcpy(packed, byte, packed_size<BITS>(LANES));
-    else if (count > 0) std::memcpy(packed, byte, packed_size<BITS>(count));
+    else std::memcpy(packed, byte, packed_size<BITS>(count));
 }
 template <int BITS> inline I unpack(const u8 *packed, i64 count) {
     constexpr int PER_BYTE = 8 / BITS;

@@ -30,7 +30,6 @@ inline F as_floats(I b) { F x; std::memcpy(&x, &b, sizeof x); return x; }
 inline F magnitude(F x) { return as_floats(as_bits(x) & 0x7fffffff); }
 inline I between(I x, i32 low, i32 high) { x = x < low ? I{} + low : x; return x > high ? I{} + high : x; }
 // Half to even; the magnitude must be under 2^22.
-inline F rounded(F x) { return (x + ROUND) - ROUND; }
 inline I round_to_integer(F x) {
 #if defined(__AVX512F__)
     return I(_mm512_cvtps_epi32(__m512(x)));
